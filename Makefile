@@ -1,0 +1,50 @@
+# Everything a newcomer or CI runs. `make quickstart` trains; `make test` checks.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt
+
+.PHONY: quickstart install test test-all lint format docs clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/trace-async train configs/quickstart.toml
+
+install: $(VENV)/.installed
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m tools.config_docs > docs/configuration.md
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamps make an install happen once, and again when what it depends on changes.
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "installing into $(VENV): CPU torch and friends, about a minute and 1.2 GB (once)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what the tests need into $(VENV) (once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; say which with: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -m venv $(VENV)

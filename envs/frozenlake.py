@@ -1,0 +1,223 @@
+"""FrozenLake as an environment: options, tasks, the game, and its asyncio face.
+
+Rules as gymnasium's FrozenLake-v1 with reward 1 at the goal and 0 elsewhere; maps as in rLLM's FrozenLake (size drawn
+from `sizes`, frozen share uniform in [min_frozen, max_frozen], random start and goal), kept only when the shortest path
+fits the turn limit. Invariants: a task depends on (options, split, index) alone; equal reset or fork seeds and equal
+actions give equal replies; an unreadable action costs a turn and is never an error. What the policy reads and writes
+is in `frozenlake_text`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envs.frozenlake_map import SPLITS, Lake, distances, draw_transition, find_lake, transitions
+from envs.frozenlake_text import PHRASINGS
+from envs.options import read_options
+from trace_async.core.types import Message, Task
+from trace_async.environment import Branching, EnvironmentKit, StepResult
+from trace_async.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLakeOptions:
+    """What `[environment.options]` may say; ConfigError when a value is out of range."""
+
+    sizes: tuple[int, ...] = (4,)  # side lengths, each equally likely
+    min_frozen: float = 0.6  # share of frozen cells, drawn uniformly per task
+    max_frozen: float = 0.85
+    slippery: bool = False
+    success_rate: float = 1.0 / 3.0  # slippery only: probability that the move goes where it was meant to
+    style: str = "compact"  # "compact" for tiny policies, "full" for language models
+    max_turns_per_size: int = 2  # turn limit = this times the side length
+    map_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sizes or not all(2 <= size <= 9 for size in self.sizes):
+            raise ConfigError(f"environment.options.sizes: need sizes within 2..9, got {list(self.sizes)}")
+        if not 0.0 <= self.min_frozen <= self.max_frozen <= 1.0:
+            raise ConfigError(
+                "environment.options: need 0 <= min_frozen <= max_frozen <= 1, "
+                f"got min_frozen={self.min_frozen}, max_frozen={self.max_frozen}"
+            )
+        if not 0.0 < self.success_rate <= 1.0:
+            raise ConfigError(f"environment.options.success_rate: need 0 < rate <= 1, got {self.success_rate}")
+        if self.style not in PHRASINGS:
+            raise ConfigError(f"environment.options.style: need one of {', '.join(PHRASINGS)}, got {self.style!r}")
+        if self.max_turns_per_size < 1:
+            raise ConfigError(f"environment.options.max_turns_per_size: need >= 1, got {self.max_turns_per_size}")
+        if self.map_seed < 0:
+            raise ConfigError(f"environment.options.map_seed: need >= 0, got {self.map_seed}")
+
+    def max_turns(self, size: int) -> int:
+        """Turn limit on a map with this side length."""
+        return self.max_turns_per_size * size
+
+
+class FrozenLakeTasks:
+    """Endless tasks of both splits.
+
+    Task `index` walks the candidates of its own generator, seeded by (map_seed, index), and takes the first solvable
+    map that its split owns. Different indices may meet in one map (small lakes are few); different splits never do.
+    """
+
+    def __init__(self, options: FrozenLakeOptions) -> None:
+        self._options = options
+
+    def size(self, split: str) -> int | None:
+        _check_split(split)
+        return None
+
+    def task(self, split: str, index: int) -> Task:
+        """Data: {"map": rows, "slippery": bool, "shortest": moves of a shortest path without slipping}."""
+        _check_split(split)
+        if index < 0:
+            raise IndexError(f"task index must be >= 0, got {index}")
+        options = self._options
+        rng = np.random.default_rng((options.map_seed, index))
+        size = options.sizes[int(rng.integers(len(options.sizes)))]
+        frozen = float(rng.uniform(options.min_frozen, options.max_frozen))
+        lake = find_lake(rng, split=split, size=size, frozen=frozen, max_moves=options.max_turns(size))
+        shortest = distances(lake)[lake.start]
+        data = {"map": list(lake.rows), "slippery": options.slippery, "shortest": shortest}
+        return Task(f"frozenlake/{split}/{index}", data)
+
+
+class Game:
+    """One episode without asyncio: where the agent stands, turns used, and the ice's own randomness."""
+
+    __slots__ = ("_options", "_phrasing", "cell", "lake", "over", "rng", "slippery", "turns")
+
+    def __init__(self, task: Task, *, options: FrozenLakeOptions, rng: np.random.Generator) -> None:
+        self._options = options
+        self._phrasing = PHRASINGS[options.style]
+        self.lake = Lake.parse(task.data["map"])
+        self.slippery = bool(task.data["slippery"])
+        self.rng = rng
+        self.cell = self.lake.start
+        self.turns = 0
+        self.over = False
+
+    @property
+    def max_turns(self) -> int:
+        return self._options.max_turns(self.lake.size)
+
+    def opening(self) -> tuple[Message, ...]:
+        slip = 1.0 - self._options.success_rate if self.slippery else 0.0
+        return self._phrasing.opening(self.lake, max_turns=self.max_turns, slip=slip)
+
+    def act(self, answer: str) -> StepResult:
+        """One turn. RuntimeError when the episode is over."""
+        if self.over:
+            raise RuntimeError(f"FrozenLake episode is over after {self.turns} turns on map {self.lake.rows}: reset it")
+        move = self._phrasing.read(answer)
+        before = self.cell
+        if move is not None:
+            self.cell = draw_transition(self._possible(move), self.rng)
+        self.turns += 1
+        kind = self.lake.text[self.cell]
+        terminated = kind in "HG"
+        truncated = not terminated and self.turns >= self.max_turns
+        self.over = terminated or truncated
+        return StepResult(
+            messages=() if self.over else (Message("user", self._reply(before, readable=move is not None)),),
+            reward=1.0 if kind == "G" else 0.0,
+            terminated=terminated,
+            truncated=truncated,
+            valid=move is not None,
+        )
+
+    def write(self, move: int) -> str:
+        """The answer text of a move."""
+        return self._phrasing.write(move)
+
+    def fork(self, rng: np.random.Generator) -> Game:
+        """An independent game in the same state on ice of its own; every other part is immutable and may be shared."""
+        child = copy(self)
+        child.rng = rng
+        return child
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the options, as JSON."""
+        return {
+            "map": list(self.lake.rows),
+            "slippery": self.slippery,
+            "cell": self.cell,
+            "turns": self.turns,
+            "over": self.over,
+            "rng": self.rng.bit_generator.state,
+        }
+
+    @classmethod
+    def resume(cls, state: Mapping[str, Any], *, options: FrozenLakeOptions) -> Game:
+        """The game that `state` described; ValueError or KeyError when it is not such a state."""
+        rng = np.random.default_rng()
+        rng.bit_generator.state = state["rng"]
+        game = cls(Task("resumed", state), options=options, rng=rng)
+        if not 0 <= int(state["cell"]) < len(game.lake.text):
+            raise ValueError(f"cell {state['cell']} is outside map {game.lake.rows}")
+        game.cell, game.turns, game.over = int(state["cell"]), int(state["turns"]), bool(state["over"])
+        return game
+
+    def _possible(self, move: int) -> tuple[tuple[float, int], ...]:
+        rate = self._options.success_rate
+        return transitions(self.lake, self.cell, move, slippery=self.slippery, success_rate=rate)
+
+    def _reply(self, before: int, *, readable: bool) -> str:
+        turns_left = self.max_turns - self.turns
+        return self._phrasing.reply(self.lake, before, self.cell, turns_left=turns_left, readable=readable)
+
+
+class FrozenLake:
+    """One episode behind the Environment protocol."""
+
+    name: ClassVar[str] = "frozenlake"
+    branching: ClassVar[Branching] = Branching.FORK
+
+    def __init__(self, options: FrozenLakeOptions) -> None:
+        self._options = options
+        self._game: Game | None = None
+
+    async def reset(self, task: Task, *, seed: int) -> tuple[Message, ...]:
+        """Start the task; ValueError or KeyError when its data is no lake."""
+        self._game = Game(task, options=self._options, rng=np.random.default_rng(seed))
+        return self._game.opening()
+
+    async def step(self, action: str) -> StepResult:
+        return self._started().act(action)
+
+    async def fork(self, *, seed: int) -> FrozenLake:
+        child = FrozenLake(self._options)
+        child._game = self._started().fork(np.random.default_rng(seed))
+        return child
+
+    def snapshot(self) -> bytes:
+        return json.dumps(self._started().state()).encode()
+
+    def restore(self, state: bytes) -> None:
+        self._game = Game.resume(json.loads(state), options=self._options)
+
+    async def close(self) -> None:
+        self._game = None
+
+    def _started(self) -> Game:
+        if self._game is None:
+            raise RuntimeError("FrozenLake has no episode: call reset or restore first")
+        return self._game
+
+
+def make_frozenlake(options: Mapping[str, Any]) -> EnvironmentKit:
+    """The kit for `environment.name = "frozenlake"`."""
+    read = read_options(FrozenLakeOptions, options, owner="frozenlake")
+    return EnvironmentKit(lambda: FrozenLake(read), FrozenLakeTasks(read))
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}: frozenlake has {', '.join(SPLITS)}")

@@ -1,0 +1,168 @@
+"""The trainer against slow oracles: the same log-probabilities, the same gradient, the same run after a restart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from tests.builders import random_group
+from trace_async.config import LearnerConfig, ObjectiveConfig
+from trace_async.core.group import paths, turn_spans
+from trace_async.core.packing import PackItem, denominator, pack
+from trace_async.core.staleness import ages, judge_turns
+from trace_async.core.types import Group
+from trace_async.errors import PolicyError
+from trace_async.methods.credit import sibling_credit
+from trace_async.policies.tiny import save_policy, tiny_model, tiny_tokenizer
+from trace_async.trainer import Trainer
+
+OPEN_OBJECTIVE = ObjectiveConfig(
+    cap_positive=1e6, cap_negative=1e6, cap_decay=1.0, veto_low=0, veto_high=1e30, veto_token=0
+)
+
+
+@pytest.fixture(scope="module")
+def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    tokenizer = tiny_tokenizer([f"w{index}" for index in range(200)])
+    save_policy(tiny_model(tokenizer, seed=3, hidden_size=32, num_layers=2), tokenizer, path)
+    return path
+
+
+def make_trainer(
+    policy_path: Path, *, objective: ObjectiveConfig = OPEN_OBJECTIVE, temperature: float = 1.0
+) -> Trainer:
+    learner = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9)
+    return Trainer(policy_path, learner=learner, objective=objective, temperature=temperature, seed=0)
+
+
+def items(seed: int, count: int = 4) -> list[PackItem]:
+    rng = np.random.default_rng(seed)
+    made: list[PackItem] = []
+    while len(made) < count:
+        group = random_group(rng)
+        credit = sibling_credit(group)
+        age = ages(group, trainer_version=6, trainer_epoch=group.epoch)
+        item = PackItem(group=group, credit=credit, verdicts=judge_turns(age, soft=50, hard=100), ages=age)
+        if pack([item], pad_id=0, micro_batch_tokens=4096):
+            made.append(item)
+    return made
+
+
+def slow_loss(model: LlamaForCausalLM, item: PackItem, temperature: float) -> torch.Tensor:
+    """Each turn by itself behind its whole prefix: -mass * advantage * sum of min(cap, ratio) * log-probability."""
+    group, total = item.group, torch.zeros(())
+    for turn, prefix, action in turns_of(group):
+        logits = model(torch.tensor([[*prefix, *action]])).logits[0].float() / temperature
+        own = torch.log_softmax(logits, -1)[len(prefix) - 1 : -1]
+        logprobs = own.gather(-1, torch.tensor(action)[:, None])[:, 0]
+        start = int(turn_spans(group).logprob_start[turn])
+        behaviour = torch.from_numpy(group.logprobs[start : start + len(action)].copy())
+        weight = float(item.credit.mass[turn]) * float(item.credit.advantage[turn])
+        total = total - weight * (torch.exp(logprobs.detach() - behaviour) * logprobs).sum()
+    return total
+
+
+def turns_of(group: Group) -> list[tuple[int, list[int], list[int]]]:
+    spans, found = turn_spans(group), {}
+    for path in paths(group):
+        prefix = group.prompt_ids.tolist()
+        for turn in path:
+            action = group.token_ids[spans.start[turn] : spans.action_end[turn]].tolist()
+            if action:
+                found[turn] = (turn, list(prefix), action)
+            prefix += group.token_ids[spans.start[turn] : spans.end[turn]].tolist()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_step_moves_along_the_gradient_of_every_turn_taken_alone(policy_path: Path, temperature: float) -> None:
+    batch = items(1)
+    trainer = make_trainer(policy_path, temperature=temperature)
+    oracle = LlamaForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    torch.stack([slow_loss(oracle, item, temperature) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
+    metrics = trainer.step(pack(batch, pad_id=0, micro_batch_tokens=64), denominator=denominator(batch))
+    expected = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
+    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-7)
+    assert metrics["actor/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
+    assert trainer.version == 1
+
+
+def test_the_size_of_micro_batches_changes_nothing(policy_path: Path) -> None:
+    batch = items(2)
+    results = []
+    for micro_batch_tokens in (64, 100_000):
+        trainer = make_trainer(policy_path, objective=ObjectiveConfig())
+        rows = pack(batch, pad_id=0, micro_batch_tokens=micro_batch_tokens)
+        metrics = trainer.step(rows, denominator=denominator(batch))
+        results.append((len(rows), metrics))
+    (many, first), (few, second) = results
+    assert many > few
+    for key in ("actor/grad_norm", "actor/pg_loss", "objective/kl_k3", "objective/ess_ratio", "actor/loss_tokens"):
+        assert first[key] == pytest.approx(second[key], rel=1e-4, abs=1e-7)
+
+
+def test_a_resumed_trainer_goes_on_to_the_bit(policy_path: Path, tmp_path: Path) -> None:
+    whole = make_trainer(policy_path)
+    for seed in range(4):
+        batch = items(seed)
+        whole.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+        if seed == 1:
+            whole.save(tmp_path)
+    resumed = make_trainer(policy_path)
+    resumed.load(tmp_path)
+    assert resumed.version == 2
+    for seed in (2, 3):
+        batch = items(seed)
+        resumed.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(policy_path: Path) -> None:
+    trainer = make_trainer(policy_path)
+    with torch.no_grad():
+        next(trainer.model.parameters())[:] = math.inf
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    batch = items(5)
+    metrics = trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    assert metrics["actor/skipped_steps"] == 1
+    assert not math.isfinite(metrics["actor/grad_norm"])
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_step_without_rows_keeps_the_weights_and_counts_the_version(policy_path: Path) -> None:
+    trainer = make_trainer(policy_path)
+    before = next(trainer.model.parameters()).clone()
+    metrics = trainer.step([], denominator=1.0)
+    assert trainer.version == 1
+    assert torch.equal(before, next(trainer.model.parameters()))
+    assert "actor/grad_norm" not in metrics
+
+
+def test_an_exported_policy_is_a_standard_transformers_folder(policy_path: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(policy_path)
+    batch = items(6)
+    trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    trainer.export(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.chat_template
+    assert tokenizer.encode("w3 w5", add_special_tokens=False) == [7, 9]
+
+
+def test_a_checkpoint_of_another_model_is_refused(policy_path: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(["other"])
+    save_policy(tiny_model(tokenizer, seed=0, hidden_size=16, num_layers=1), tokenizer, tmp_path / "other")
+    make_trainer(tmp_path / "other").save(tmp_path)
+    with pytest.raises(PolicyError, match="another model"):
+        make_trainer(policy_path).load(tmp_path)

@@ -1,0 +1,196 @@
+"""What each command does: reads the run folder, builds the parts, opens the root TaskGroup, returns the exit code.
+
+One event loop and one root TaskGroup per process; whatever is started here ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from trace_async import wiring
+from trace_async.config import Config
+from trace_async.config_load import load_config, load_saved_config
+from trace_async.display import Display, View, format_share
+from trace_async.errors import EnvironmentFailure, UserError
+from trace_async.evaluate import Evaluation, Evaluator
+from trace_async.report import summary_lines, write_report
+from trace_async.run_claim import claim
+from trace_async.run_folder import RunFolder, read_json, write_json
+from trace_async.stopping import StopRequest, listening
+from trace_async.supervise import INTERRUPTED, Interrupted, Supervisor
+from trace_async.where import describe
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+
+_ADDRESS_DEADLINE_S = 120.0
+"""For a learner to load its model and listen."""
+
+_ADDRESS_LOOK_S = 0.1
+
+
+def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
+    """A whole run, with its processes, display and report."""
+    config = load_config(config_path, overrides)
+    wiring.check_parts(config)
+    console = Console()
+    started_s = time.monotonic()
+    with claim(config, resume=resume) as folder:
+        view = View(config.run.name, config.learner.max_steps)
+        display = Display(view, folder=folder, console=console, clock=time.monotonic)
+        supervisor = Supervisor(config, folder=folder, screen=display)
+        try:
+            _run(supervisor.run(resume=resume))
+        except Interrupted:
+            console.print(f"stopped; go on with: trace-async train {config_path} --resume", highlight=False)
+            return INTERRUPTED
+        summary = write_report(folder, name=config.run.name, wall_s=time.monotonic() - started_s)
+        for line in summary_lines(summary, folder):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def learner(folder: RunFolder, *, supervised: bool) -> int:
+    """The learner, until its last step or a signal."""
+    config = load_saved_config(folder.config)
+    return _run(_learn(config, folder, supervised=supervised))
+
+
+async def _learn(config: Config, folder: RunFolder, *, supervised: bool) -> int:
+    with wiring.open_learner(config, folder) as learner:
+        async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
+            asking = group.create_task(_when(stop, lambda: learner.request_stop("a signal")))
+            await learner.run()
+            asking.cancel()
+    return INTERRUPTED if stop.made else 0
+
+
+def actor(folder: RunFolder, *, name: str | None, address: str | None, supervised: bool) -> int:
+    """One actor, until the learner says stop or a signal does."""
+    config = load_saved_config(folder.config)
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    return _run(_act(config, folder, name=name, address=address, supervised=supervised))
+
+
+async def _act(config: Config, folder: RunFolder, *, name: str, address: str | None, supervised: bool) -> int:
+    if address is None:
+        async with listening(supervised=supervised, words=1):  # nothing is held yet, so there is nothing to drain
+            address = await _read_address(folder)
+    async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
+        actor = wiring.build_actor(config, name=name, address=address)
+        draining = group.create_task(_when(stop, actor.drain))
+        await actor.run()
+        draining.cancel()
+    return INTERRUPTED if stop.made else 0
+
+
+async def _read_address(folder: RunFolder) -> str:
+    """Where the learner listens; waits for it to say so in the run folder."""
+    _LOG.info("looking for the learner's address in %s", folder.address)
+    try:
+        async with asyncio.timeout(_ADDRESS_DEADLINE_S):
+            while not folder.address.exists():  # noqa: ASYNC110 - a file that another process writes wakes nobody
+                await asyncio.sleep(_ADDRESS_LOOK_S)
+    except TimeoutError as error:
+        raise UserError(
+            f"{folder.address} did not appear within {_ADDRESS_DEADLINE_S:g} s; is the run's learner running?"
+        ) from error
+    return folder.address.read_text(encoding="utf-8").strip()
+
+
+async def _when(stop: StopRequest, then: Callable[[], None]) -> None:
+    """Woken by the first word to stop."""
+    await stop.wait()
+    then()
+
+
+def evaluate(folder: RunFolder, *, policy: str | None, label: str | None, supervised: bool) -> int:
+    """Plays the held-out tasks; saves the result under `label`, and says it."""
+    config = load_saved_config(folder.config)
+    start = label == "before"
+    path = wiring.policy_path(policy or (config.policy.path if start else str(folder.policy)))
+    results = _run(_evaluate(config, path, supervised=supervised))
+    if label is not None:
+        write_json(folder.evaluation(label), {"policy": str(path), **{k: asdict(v) for k, v in results.items()}})
+    for mode, result in results.items():
+        sys.stdout.write(
+            f"{mode:8} success {format_share(result.success)} (95 %: {format_share(result.success_low)} to "
+            f"{format_share(result.success_high)}), {result.mean_turns:.1f} turns, "
+            f"{format_share(result.invalid_share)} unreadable, {result.num_played} tasks, {result.num_failed} failed\n"
+        )
+    return 0
+
+
+async def _evaluate(config: Config, policy: Path, *, supervised: bool) -> dict[str, Evaluation]:
+    kit = wiring.build_kit(config)
+    tasks = wiring.heldout_tasks(config, kit)
+    engine, renderer = wiring.build_engine(config, policy, version=0)
+    wanted = (("sampled", config.evaluation.sampled), ("greedy", config.evaluation.greedy))
+    results: dict[str, Evaluation] = {}
+    async with listening(supervised=supervised, words=1), asyncio.TaskGroup() as group:
+        running = group.create_task(engine.run())
+        for mode in (mode for mode, on in wanted if on):
+            evaluator = Evaluator(
+                player=wiring.build_player(config, engine=engine, renderer=renderer, greedy=mode == "greedy"),
+                make_environment=kit.make_environment,
+                seed=config.run.seed,
+                max_parallel=2 * config.engine.max_batch,  # so that the batch is full while environments step
+            )
+            results[mode] = await evaluator.run(tasks)
+            if not results[mode].num_played:
+                raise EnvironmentFailure(
+                    f"none of {len(tasks)} held-out tasks could be played; the warnings above say why"
+                )
+        running.cancel()
+    return results
+
+
+def make_policy(out: Path, *, steps: int | None, seed: int) -> int:
+    """Remakes the shipped policy in a new folder."""
+    if out.exists():
+        raise UserError(f"{out} exists; give the name of a new folder")
+    from trace_async.make_policy import Recipe, make_policy
+
+    recipe = Recipe(seed=seed)
+    if steps is not None:
+        recipe = replace(recipe, warm_start=replace(recipe.warm_start, steps=steps))
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("warm start", total=recipe.warm_start.steps)
+        digest = make_policy(out, recipe, on_step=lambda step, loss: progress.update(bar, completed=step))
+    sys.stdout.write(f"{out}: weights sha256 {digest}\n")
+    return 0
+
+
+def where(folder: RunFolder) -> int:
+    """Says where every lease and tree of a run stands."""
+    if not folder.config.exists():
+        raise UserError(f"{folder.root} is no run folder: it has no {folder.config.name}")
+    status = read_json(folder.status)
+    if status is None:
+        raise UserError(f"{folder.status} does not exist (yet): the run's learner has not written it")
+    sys.stdout.write("\n".join(describe(status, now_unix_s=time.time())) + "\n")
+    return 0
+
+
+def _run(main: Coroutine[object, object, T]) -> T:
+    """Runs `main` on uvloop where there is one."""
+    factory = None
+    with suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)

@@ -1,0 +1,198 @@
+"""What values and combinations of the configuration make sense, as data and small rules.
+
+Pure: takes a `Config`, returns (key path, what is wrong and the cure). Every number has a range here (a test holds it).
+Names of allocators, credit rules, predictors and environments are checked where those are built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from trace_async.config import Config
+
+
+class Range(NamedTuple):
+    """Allowed values; `low` itself is allowed unless `above`, `high` itself unless `below`."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        low_ok = value > self.low if self.above else value >= self.low
+        return low_ok and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"{'>' if self.above else '>='} {self.low:.12g}"
+        return low if math.isinf(self.high) else f"{low} and {'<' if self.below else '<='} {self.high:.12g}"
+
+
+_POSITIVE = Range(0, above=True)
+_COUNT = Range(1)
+_COUNT_OR_NONE = Range(0)
+
+RANGES: dict[str, Range] = {
+    "run.seed": Range(0, 2**32, below=True),  # what NumPy and torch both take
+    "environment.step_deadline_s": _POSITIVE,
+    "engine.max_batch": _COUNT,
+    "engine.max_turn_tokens": _COUNT,
+    "engine.temperature": Range(0.01, 100),  # below, sampling is greedy and its log-probabilities are useless
+    "engine.threads": _COUNT,
+    "engine.request_deadline_s": _POSITIVE,
+    "engine.prefix_cache_bytes": _COUNT_OR_NONE,
+    "tree.roots_per_step": _COUNT,
+    "tree.continuations_per_root": _COUNT_OR_NONE,
+    "tree.max_roots_per_prompt": _COUNT,
+    "tree.max_turns": _COUNT,
+    "tree.max_context_tokens": Range(2),
+    "prompts.num_train": _COUNT_OR_NONE,
+    "prompts.candidates_per_round": _COUNT,
+    "prompts.num_heldout": _COUNT,
+    "predictor.max_batch": _COUNT,
+    "predictor.deadline_s": _POSITIVE,
+    "coordinator.max_age_steps": _COUNT_OR_NONE,
+    "coordinator.soft_age_steps": _COUNT_OR_NONE,
+    "coordinator.lease_deadline_s": _POSITIVE,
+    "coordinator.max_attempts": _COUNT,
+    "coordinator.heartbeat_s": _POSITIVE,
+    "coordinator.dead_after_s": _POSITIVE,
+    "actor.count": _COUNT,
+    "actor.max_live_roots": _COUNT,
+    "actor.drain_s": Range(0),
+    "learner.max_steps": _COUNT,
+    "learner.max_sampled_tokens": _COUNT_OR_NONE,
+    "learner.learning_rate": _POSITIVE,
+    "learner.adam_beta1": Range(0, 1, below=True),
+    "learner.adam_beta2": Range(0, 1, below=True),
+    "learner.weight_decay": Range(0),
+    "learner.warmup_steps": _COUNT_OR_NONE,
+    "learner.max_grad_norm": _POSITIVE,
+    "learner.micro_batch_tokens": _COUNT,
+    "learner.threads": _COUNT,
+    "learner.checkpoint_every_steps": _COUNT,
+    "learner.keep_checkpoints": _COUNT,
+    "objective.cap_positive": Range(1),
+    "objective.cap_negative": Range(1),
+    "objective.cap_decay": Range(0, 1),
+    "objective.veto_low": Range(0, 1, below=True),
+    "objective.veto_high": Range(1, above=True),
+    "objective.veto_token": Range(0, 1, below=True),
+    "evaluation.num_prompts": _COUNT,
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "engine.kind": ("local",),
+    "engine.on_update": ("drain", "continue"),
+}
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def find_problems(config: Config) -> list[tuple[str, str]]:
+    """Every (key path, complaint); empty when the configuration can run. Combinations only when each value is fine."""
+    return [*_check_values(config)] or [*_check_budget(config), *_check_road(config), *_check_sizes(config)]
+
+
+def leaf_values(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(key path, value) of every key, in the order of declaration."""
+    assert is_dataclass(section)
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from leaf_values(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def _check_values(config: Config) -> Iterator[tuple[str, str]]:
+    for key, value in leaf_values(config):
+        if key in RANGES and value not in RANGES[key]:
+            yield key, f"must be {RANGES[key]}, got {value}"
+        elif key in CHOICES and value not in CHOICES[key]:
+            yield key, f"must be one of {', '.join(CHOICES[key])}, got {value!r}"
+        elif value == "":
+            yield key, "must not be empty"
+
+
+def _check_budget(config: Config) -> Iterator[tuple[str, str]]:
+    tree, actor, prompts = config.tree, config.actor, config.prompts
+    if tree.allocator == "uniform" and tree.continuations_per_root > 0:
+        yield (
+            "tree.continuations_per_root",
+            f"is {tree.continuations_per_root}, but the uniform allocator grows chains only; "
+            "set it to 0, or use tree.allocator = 'random' or 'trace'",
+        )
+    if actor.max_live_roots < tree.max_roots_per_prompt:
+        yield (
+            "actor.max_live_roots",
+            f"is {actor.max_live_roots}, but one tree may need tree.max_roots_per_prompt = {tree.max_roots_per_prompt} "
+            "root rollouts at once and would never be leased; raise it to at least that",
+        )
+    if prompts.candidates_per_round * tree.max_roots_per_prompt < tree.roots_per_step:
+        yield (
+            "tree.roots_per_step",
+            f"is {tree.roots_per_step}, more than prompts.candidates_per_round x tree.max_roots_per_prompt = "
+            f"{prompts.candidates_per_round * tree.max_roots_per_prompt} can take; raise one of them",
+        )
+    if 0 < prompts.num_train < prompts.candidates_per_round:
+        yield (
+            "prompts.candidates_per_round",
+            f"is {prompts.candidates_per_round}, more than prompts.num_train = {prompts.num_train} prompts; lower it",
+        )
+    if config.evaluation.num_prompts > prompts.num_heldout:
+        yield (
+            "evaluation.num_prompts",
+            f"is {config.evaluation.num_prompts}, more than prompts.num_heldout = {prompts.num_heldout}; lower it",
+        )
+
+
+def _check_road(config: Config) -> Iterator[tuple[str, str]]:
+    road = config.coordinator
+    if road.soft_age_steps > road.max_age_steps:
+        yield (
+            "coordinator.soft_age_steps",
+            f"is {road.soft_age_steps}, more than coordinator.max_age_steps = {road.max_age_steps}; lower it",
+        )
+    if road.dead_after_s < 2 * road.heartbeat_s:
+        yield (
+            "coordinator.dead_after_s",
+            f"is {road.dead_after_s:g}, less than two heartbeats of {road.heartbeat_s:g} s: one late heartbeat would "
+            "count as a death; raise it",
+        )
+    if road.lease_deadline_s <= config.engine.request_deadline_s:
+        yield (
+            "coordinator.lease_deadline_s",
+            f"is {road.lease_deadline_s:g}, not more than engine.request_deadline_s = "
+            f"{config.engine.request_deadline_s:g}: one slow turn would cost the whole tree; raise it",
+        )
+    url = urlsplit(road.address)
+    if url.scheme != "ipc" and (url.scheme != "tcp" or url.hostname not in _LOOPBACK):
+        yield (
+            "coordinator.address",
+            f"is {road.address!r}: the road carries no keys yet, so only tcp://127.0.0.1:PORT (port 0: any free one) "
+            "and ipc://PATH are accepted",
+        )
+
+
+def _check_sizes(config: Config) -> Iterator[tuple[str, str]]:
+    tree = config.tree
+    if config.engine.max_turn_tokens >= tree.max_context_tokens:
+        yield (
+            "engine.max_turn_tokens",
+            f"is {config.engine.max_turn_tokens}, not less than tree.max_context_tokens = {tree.max_context_tokens}: "
+            "no turn would fit beside the prompt; lower it",
+        )
+    if config.learner.micro_batch_tokens < tree.max_context_tokens:
+        yield (
+            "learner.micro_batch_tokens",
+            f"is {config.learner.micro_batch_tokens}, less than tree.max_context_tokens = {tree.max_context_tokens}: "
+            "a full path would not fit into one forward pass; raise it",
+        )
+    if not (config.evaluation.greedy or config.evaluation.sampled):
+        yield "evaluation.sampled", "is false and so is evaluation.greedy: nothing would be measured; set one to true"

@@ -1,0 +1,94 @@
+"""What an environment is to this system: a Protocol, its records, and how its state may branch.
+
+An environment object is one episode. The system asks a factory for a fresh one, resets it with a task, and steps it
+with the text of each turn. Trees need more than a chain does: `fork` gives an independent episode in the same state.
+Environments may raise plain Python errors for broken infrastructure; a wrong or unreadable action is never an error
+but an observation (`valid=False`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+
+from trace_async.core.types import Message, Task
+
+
+class Branching(Enum):
+    """How a second child of a turn gets its environment state."""
+
+    FORK = "fork"  # `fork` copies the state
+    REPLAY = "replay"  # a fresh episode replays the recorded actions; every observation is compared
+    STATELESS = "stateless"  # nothing to copy: the state is the conversation (`fork` is still called)
+    NONE = "none"  # cannot branch below the prompt: only root rollouts are grown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The environment's reply to one action."""
+
+    messages: tuple[Message, ...]  # what the policy sees next; empty at an end is fine
+    reward: float
+    terminated: bool  # the task itself ended (goal, failure, answer given)
+    truncated: bool = False  # the environment's own turn limit
+    valid: bool = True  # the action could be read
+    process_score: float = float("nan")  # judgement of this turn, when the environment has one
+
+
+class Environment(Protocol):
+    """One episode.
+
+    `seed` fixes all randomness from that call on: `reset` and `fork` with equal seeds and equal actions give equal
+    replies. `snapshot`/`restore` carry the whole state, random generator included, as bytes without pickle.
+    """
+
+    name: ClassVar[str]
+    branching: ClassVar[Branching]
+
+    async def reset(self, task: Task, *, seed: int) -> tuple[Message, ...]:
+        """Start the task; returns the opening messages (system, user)."""
+        ...
+
+    async def step(self, action: str) -> StepResult:
+        """Play one turn's text."""
+        ...
+
+    async def fork(self, *, seed: int) -> Environment:
+        """An independent episode in the same state whose randomness starts from `seed`."""
+        ...
+
+    def snapshot(self) -> bytes:
+        """The whole state."""
+        ...
+
+    def restore(self, state: bytes) -> None:
+        """Take over a state that `snapshot` of the same class returned."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what the episode holds; may be called twice."""
+        ...
+
+
+EnvironmentFactory: TypeAlias = Callable[[], Environment]
+
+
+class TaskSource(Protocol):
+    """Where prompts come from: an indexable, deterministic family of tasks per split."""
+
+    def size(self, split: str) -> int | None:
+        """Number of tasks of a split ("train" or "heldout"); None when unlimited."""
+        ...
+
+    def task(self, split: str, index: int) -> Task:
+        """The task at `index`; the same for ever. No task of one split equals a task of the other."""
+        ...
+
+
+class EnvironmentKit(NamedTuple):
+    """What a name in the configuration stands for: how to make episodes, and which tasks there are."""
+
+    make_environment: EnvironmentFactory
+    tasks: TaskSource

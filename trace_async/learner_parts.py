@@ -1,0 +1,126 @@
+"""What a learner is made of: the Protocols of the things it calls, and the sections of the configuration it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trace_async.batching import BatchRule
+from trace_async.channel_learner import ChannelHandler
+from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
+from trace_async.core.packing import RowBatch
+from trace_async.core.types import Group, Json, VersionNotice
+from trace_async.intake import Outbox
+from trace_async.ledger import Ledger
+from trace_async.metrics import Row
+from trace_async.resume import LoadablePredictor
+from trace_async.rounds import RoundPlanner
+
+
+class Trainer(Protocol):
+    """What the learner asks of a trainer; blocking, called from one thread at a time."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps the weights have had; a step without rows counts too."""
+        ...
+
+    def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
+        """One optimizer step; returns metrics under their final keys."""
+        ...
+
+    def save_weights(self, path: Path) -> None:
+        """The weights alone, as one safetensors file."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Everything a resumed run needs, into an existing folder."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Continue exactly where `save` stood."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """A folder that others can load."""
+        ...
+
+
+class Predictor(LoadablePredictor, Protocol):
+    """What the learner asks of a predictor; quick, called on the loop."""
+
+    def observe(self, group: Group) -> None:
+        """Learn from a finished tree, once, when it is consumed."""
+        ...
+
+    def state(self) -> Json:
+        """Everything `load` needs, as JSON; published with each version."""
+        ...
+
+
+class PolicyStore(Protocol):
+    """What `trace_async.policy` does with files; blocking."""
+
+    def publish(
+        self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
+    ) -> VersionNotice:
+        """Write one version and return its notice."""
+        ...
+
+    def retire(self, directory: Path, *, keep: int) -> list[Path]:
+        """Delete all but the newest files."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """Takes rows of metrics."""
+
+    def write(self, row: Row) -> None:
+        """One row."""
+        ...
+
+
+class Channel(Outbox, Protocol):
+    """What `channel_learner.LearnerChannel` does."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def run(self) -> None: ...
+
+    async def ready(self) -> None: ...
+
+    def announce(self, notice: VersionNotice) -> None: ...
+
+    async def stop(self, reason: str, *, deadline_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerParts:
+    """The things a learner owns or calls."""
+
+    trainer: Trainer
+    predictor: Predictor
+    planner: RoundPlanner  # with the same predictor
+    policies: PolicyStore
+    ledger: Ledger
+    metrics: MetricsSink
+    make_channel: Callable[[ChannelHandler], Channel]
+    worker: Executor  # one thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSetup:
+    """The sections of the configuration that a learner reads."""
+
+    run_name: str
+    seed: int
+    learner: LearnerConfig
+    coordinator: CoordinatorConfig
+    tree: TreeConfig
+    rule: BatchRule
+    drain_s: float  # what a stopping actor may take for its live trees
+    told_to_actors: Json  # resolved configuration

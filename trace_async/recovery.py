@@ -1,0 +1,76 @@
+"""Brings a lease table that comes from a checkpoint up to what the ledger saw after it.
+
+The ledger writes every issue, arrival and end at once; the checkpoint is older. Invariants: a group on the ledger's
+shelf is on the table's shelf afterwards, unless the checkpoint already has its weights in it; a lease that the ledger
+saw end is not live; nothing is issued under an id that was used. Pure: records in, table changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trace_async.core.types import Lease
+from trace_async.errors import InvariantError
+from trace_async.leases import REJECTED, LeaseTable
+from trace_async.slots import LeaseId, SlotState, parse_lease_id, place_of
+
+
+class LedgerView(NamedTuple):
+    """What the ledger holds, after it was rewound to the checkpoint's step."""
+
+    live: Sequence[Lease]  # issued, without a group
+    shelved: Sequence[Lease]  # with a group that waits to be consumed
+
+
+class Recovered(NamedTuple):
+    """What came of it."""
+
+    num_rounds: int  # rounds planned, including those planned after the checkpoint
+    finished_before: list[str]  # leases of trees that were finished at the checkpoint
+
+
+def recover(table: LeaseTable, ledger: LedgerView, *, known_rounds: int, now_s: float, expires_s: float) -> Recovered:
+    """Enters the ledger's leases. `known_rounds`: rounds planned at the checkpoint; `expires_s`: grace for live ones.
+
+    A tree of a known round that is not in the table was finished before the checkpoint. That the ledger holds a lease
+    of it all the same happens when the machine lost the ledger's last commits but not the checkpoint.
+    Raises: InvariantError when the table has a group on its shelf that the ledger has not.
+    """
+    finished_before = []
+    # a slot that was planned at the checkpoint may have been issued since, under an id that a later epoch gave it
+    bases = {place_of(base): base for leases in ledger for _, (base, *_) in map(_parse, leases)}
+    table.rename_planned(lambda base: bases.get(place_of(base), base))
+    num_rounds = known_rounds
+    for leases, has_group in ((ledger.shelved, True), (ledger.live, False)):
+        for lease, lease_id in sorted(map(_parse, leases), key=lambda pair: pair[1][1:]):
+            num_rounds = max(num_rounds, lease_id.round_number + 1)
+            if table.get(lease_id.base) is None and lease_id.round_number < known_rounds:
+                finished_before.append(lease.lease_id)
+            elif has_group:
+                table.recover_group(lease, lease_id, now_s=now_s)
+            else:
+                table.recover_lease(lease, lease_id, now_s=now_s, expires_s=expires_s)
+    _drop_ended(table, ledger, now_s)
+    return Recovered(num_rounds, finished_before)
+
+
+def _drop_ended(table: LeaseTable, ledger: LedgerView, now_s: float) -> None:
+    live, shelved = ({lease.lease_id for lease in leases} for leases in ledger)
+    for slot in table:
+        if slot.state is SlotState.SHELVED:
+            if slot.group_id not in shelved:
+                raise InvariantError(
+                    f"group {slot.group_id} waits to be consumed in the checkpoint and the ledger does not have it; "
+                    "ledger and checkpoint are of different runs, or the ledger was rolled back"
+                )
+        elif slot.attempt >= 0 and slot.lease_id not in live:
+            table.finish(slot, REJECTED, "rejected before the restart", now_s=now_s)
+    table.keep_ended(live)  # of the others the ledger knows the end already
+
+
+def _parse(lease: Lease) -> tuple[Lease, LeaseId]:
+    parsed = parse_lease_id(lease.lease_id)
+    if parsed is None:
+        raise InvariantError(f"the ledger holds lease {lease.lease_id!r}, which no coordinator made")
+    return lease, parsed

@@ -1,0 +1,92 @@
+"""Opens a run: a new one, or one that a crash or a stop left behind.
+
+Owns the agreement of checkpoint and ledger at start. Invariants: weights, cursor, predictor and counters
+are those of one checkpoint; every group that is finished and not in those weights is on the shelf; the epoch is new.
+A run without a checkpoint starts from its start weights, and keeps the groups that its ledger has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trace_async.checkpoint import newest_checkpoint, next_epoch, read_state
+from trace_async.coordinator import Coordinator
+from trace_async.core.types import Group, Json
+from trace_async.ledger import Ledger
+from trace_async.run_folder import RunFolder
+from trace_async.slots import lease_of_group
+from trace_async.wire import decode_group
+
+log = logging.getLogger(__name__)
+
+
+class LoadablePredictor(Protocol):
+    """The part of a predictor that is restored."""
+
+    def load(self, state: Json, *, version: int) -> None:
+        """Become the predictor that `state` came from."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """What learner.json holds beside the trainer's own files."""
+
+    step: int = 0
+    sampled_tokens: int = 0
+    coordinator: Json | None = None
+    predictor: Json | None = None
+    trainer: Path | None = None  # folder for `Trainer.load`
+
+
+def saved_state(folder: RunFolder) -> SavedState:
+    """The newest checkpoint, or the state of a run that has none."""
+    newest = newest_checkpoint(folder.checkpoints)
+    if newest is None:
+        return SavedState()
+    state = read_state(newest)
+    return SavedState(
+        step=int(state["step"]),
+        sampled_tokens=int(state["sampled_tokens"]),
+        coordinator=state["coordinator"],
+        predictor=state["predictor"],
+        trainer=newest / TRAINER,
+    )
+
+
+TRAINER = "trainer"
+"""Folder of the trainer's files in a checkpoint."""
+
+
+def open_epoch(folder: RunFolder) -> int:
+    """The number of this start; durable."""
+    return next_epoch(folder.root / "epoch")
+
+
+def open_coordinator(
+    saved: SavedState, ledger: Ledger, *, make: Callable[[], Coordinator], now_s: float
+) -> tuple[Coordinator, dict[str, Group]]:
+    """The coordinator and the shelf as the ledger has them, seen from the checkpoint's step."""
+    coordinator = make()
+    returned = ledger.rewind(saved.step)
+    shelf = {group_id: decode_group(frames) for group_id, frames in ledger.shelved()}
+    live = ledger.live()
+    finished_before = coordinator.load(
+        coordinator.state() if saved.coordinator is None else saved.coordinator,
+        live=live,
+        shelved=[lease_of_group(group) for group in shelf.values()],
+        now_s=now_s,
+    )
+    for lease_id in finished_before:
+        ledger.reject(lease_id, "its tree was finished before the checkpoint")
+        shelf.pop(lease_id, None)
+    if saved.step or live or shelf:
+        log.info(
+            "resumed after step %d: %d groups to be consumed again, %d on the shelf in all, %d leases under way",
+            *(saved.step, len(returned), len(shelf), len(live)),
+        )
+    return coordinator, shelf

@@ -1,0 +1,87 @@
+"""Taking a run folder into use: one supervisor at a time, an earlier run kept, a resumed one recognised.
+
+Invariants: two runs never write into one folder; nothing of an earlier run is deleted or overwritten; a resumed run has
+the tasks, the start policy and the seed it began with, or is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trace_async.config import Config
+from trace_async.config_check import leaf_values
+from trace_async.config_load import load_saved_config, save_config
+from trace_async.errors import ConfigError, UserError
+from trace_async.run_folder import RunFolder
+
+_FIXED = ("environment.", "policy.", "prompts.num_train", "run.seed")
+"""What the prompts, the ledger and the checkpoint of a run hang on."""
+
+
+@contextmanager
+def claim(config: Config, *, resume: bool) -> Iterator[RunFolder]:
+    """The configured run folder, locked for the length of the block, with the resolved configuration in it.
+
+    Without `resume` an earlier run there is moved to the first free `DIR.1`, `DIR.2`, ...
+    Raises UserError when another process has the folder, or it holds something that is no run; ConfigError when there
+    is nothing to resume or what was begun cannot be gone on with.
+    """
+    folder = RunFolder(Path(config.run.dir))
+    with _locked(folder):
+        if resume:
+            _check_resume(config, folder)
+        elif folder.config.exists():
+            folder.root.rename(_free_name(folder.root))
+        elif others := sorted(path.name for path in folder.root.iterdir() if path != folder.lock):
+            raise UserError(
+                f"{folder.root} holds {', '.join(others[:3])} and is no run folder; "
+                "choose another with --set run.dir=..."
+            )
+    with _locked(folder):  # anew, because the folder may have moved and taken its lock along
+        save_config(config, folder.config)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"run.dir = {str(folder.root)!r} cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            raise UserError(
+                f"{folder.root} is in use by another run (pid {holder}); stop it, or choose another folder with "
+                "--set run.dir=..."
+            ) from error
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _free_name(root: Path) -> Path:
+    names = (root.with_name(f"{root.name}.{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _check_resume(config: Config, folder: RunFolder) -> None:
+    if not folder.config.exists():
+        raise ConfigError(f"nothing to resume: {folder.root} holds no run; start one without --resume")
+    begun = dict(leaf_values(load_saved_config(folder.config)))
+    for key, value in leaf_values(config):
+        if key.startswith(_FIXED) and begun[key] != value:
+            raise ConfigError(
+                f"{key} is {value!r}, but the run in {folder.root} began with {begun[key]!r}; "
+                "set it back, or start a new run in another folder"
+            )

@@ -1,0 +1,240 @@
+"""The train loop: takes what is oldest from the shelf, makes a step of it, publishes, records; checkpoints in between.
+
+Owns the order of a step's effects: train, observe, publish, enter in the ledger, count. So after a crash at any point
+the next start finds each group either on the shelf or in the weights of the checkpoint it starts from, never both.
+Invariants: nothing here blocks the loop, trainer and disk run in one worker thread; ages are judged with the version
+the step starts from; counters reconcile at every step, or the run ends. Never talks to actors about leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from trace_async.batching import Batch, make_batch
+from trace_async.checkpoint import write_checkpoint
+from trace_async.coordinator import Coordinator
+from trace_async.core.types import Group, VersionNotice
+from trace_async.errors import InvariantError
+from trace_async.intake import Intake
+from trace_async.learner_parts import Channel, LearnerParts, LearnerSetup
+from trace_async.measures import batch_measures, total_measures
+from trace_async.metrics import STEP
+from trace_async.resume import TRAINER
+from trace_async.run_folder import RunFolder
+from trace_async.status import LearnerPhase
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+KEEP_VERSIONS = 3
+"""Published weight files kept: the newest, and those that slow actors may still be reading."""
+
+_BYE_MARGIN_S = 5.0
+"""What an actor may take to leave, beyond draining."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run that was opened: what this start works on."""
+
+    epoch: int
+    coordinator: Coordinator
+    intake: Intake
+    sampled_tokens: int  # consumed so far
+
+
+class TrainLoop:
+    """Drives the trainer of one start; `run` once."""
+
+    def __init__(
+        self,
+        parts: LearnerParts,
+        *,
+        setup: LearnerSetup,
+        folder: RunFolder,
+        opened: OpenRun,
+        channel: Channel,
+        clock: Callable[[], float],
+    ) -> None:
+        self._parts = parts
+        self._setup = setup
+        self._folder = folder
+        self._epoch = opened.epoch
+        self._coordinator = opened.coordinator
+        self._intake = opened.intake
+        self._channel = channel
+        self._clock = clock
+        self._sampled_tokens = opened.sampled_tokens
+        self._steps = parts.trainer.version  # made and recorded
+        self._stop_reason = ""
+        self._enter("start")
+
+    @property
+    def phase(self) -> LearnerPhase:
+        """What the loop is at."""
+        version = self._intake.notice.version if self._intake.notice is not None else -1
+        return LearnerPhase(
+            phase=self._phase, since_s=self._since_s, step=self._steps, version=version, epoch=self._epoch
+        )
+
+    def stop(self, reason: str) -> None:
+        """End after the step under way."""
+        self._stop_reason = self._stop_reason or reason
+        self._intake.changed.set()
+
+    async def run(self) -> None:
+        """Consumes groups, produces versions; waits for a batch.
+
+        Woken by the intake: an accepted group, a lost lease, a tick; and by `stop`. Ends when the run is over.
+        """
+        self._enter("wait")
+        while not self._over():
+            batch = self._coordinator.next_batch(wanted_roots=self._intake.wanted_roots)
+            if batch:
+                await self._step(batch)
+                self._enter("wait")
+            else:
+                await self._intake.changed.wait()
+                self._intake.changed.clear()
+
+    async def publish(self) -> None:
+        """Make the trainer's weights the version to sample with."""
+        self._enter("publish")
+        write = partial(self._write_version, predictor=self._parts.predictor.state())
+        notice = await self._in_worker(write)
+        self._intake.publish(notice)
+        self._channel.announce(notice)
+
+    async def finish(self) -> None:
+        """Stop the actors, export the policy, write the last checkpoint."""
+        reason = self._over()
+        self._enter("stop")
+        log.info("the run ends after step %d: %s", self._steps, reason)
+        self._intake.close()
+        if not self._stop_reason:
+            self._intake.release_all(self._channel, reason)  # nobody will train on it
+        await self._channel.stop(reason, deadline_s=self._setup.drain_s + _BYE_MARGIN_S)
+        self._intake.send_due(self._channel)
+        self._enter("export")
+        await self._in_worker(partial(self._parts.trainer.export, self._folder.policy))
+        await self._save()
+        self._coordinator.reconcile()
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    async def _step(self, batch_ids: Sequence[str]) -> None:
+        """One optimizer step on these groups, from judgement to the row of metrics."""
+        waited_since_s, started_s = self._since_s, self._clock()
+        self._enter("train")
+        batch, stats = await self._in_worker(partial(self._train, [self._intake.shelf[i] for i in batch_ids]))
+        trained_s = self._clock()
+        for item in batch.items:
+            self._parts.predictor.observe(item.group)
+        await self.publish()
+        self._steps += 1
+        self._intake.consume(batch.by_group(), step=self._steps)
+        self._sampled_tokens += sum(item.group.num_sampled_tokens for item in batch.items)
+        now_s = self._clock()
+        times = {
+            "timing_s/wait": started_s - waited_since_s,
+            "timing_s/train": trained_s - started_s,
+            "timing_s/publish": now_s - trained_s,
+            "timing_s/step": now_s - waited_since_s,
+        }
+        self._report(batch, {**stats, **times})
+        if self._steps % self._setup.learner.checkpoint_every_steps == 0:
+            await self._save()
+
+    def _train(self, groups: Sequence[Group]) -> tuple[Batch, Mapping[str, float]]:
+        """In the worker thread."""
+        trainer = self._parts.trainer
+        before = trainer.version
+        batch = make_batch(groups, rule=self._setup.rule, version=before, epoch=self._epoch)
+        stats = trainer.step(batch.rows, denominator=batch.denominator)
+        if trainer.version != before + 1:
+            raise InvariantError(f"the trainer went from version {before} to {trainer.version} in one step")
+        return batch, stats
+
+    def _report(self, batch: Batch, more: Mapping[str, float]) -> None:
+        counts = self._coordinator.reconcile()
+        measures = batch_measures(batch, max_age_steps=self._setup.coordinator.max_age_steps)
+        row = {
+            STEP: self._steps,
+            "training/version": self._parts.trainer.version,
+            "training/epoch": self._epoch,
+            "rollout/sampled_tokens_total": self._sampled_tokens,
+            **measures,
+            **total_measures(counts, max_permits=self._coordinator.max_permits),
+            **self._intake.rates.read(self._clock(), self._intake.statuses),
+            **more,
+        }
+        self._parts.metrics.write(row)
+        log.info(
+            "step %d: success %.3f, %d groups, %d sampled tokens in all, ages up to %.0f, %.1f s",
+            self._steps,
+            measures["rollout/success"],
+            len(batch.items),
+            self._sampled_tokens,
+            measures["staleness/age_max"],
+            more["timing_s/step"],
+        )
+
+    # ---- disk ----------------------------------------------------------------------------------------------------
+
+    def _write_version(self, *, predictor: Mapping[str, object]) -> VersionNotice:
+        """In the worker thread."""
+        trainer, policies = self._parts.trainer, self._parts.policies
+        notice = policies.publish(
+            self._folder.versions,
+            version=trainer.version,
+            epoch=self._epoch,
+            write=trainer.save_weights,
+            predictor=predictor,
+        )
+        policies.retire(self._folder.versions, keep=KEEP_VERSIONS)
+        return notice
+
+    async def _save(self) -> None:
+        """One checkpoint of this step; the ledger forgets what no kept checkpoint could ask for."""
+        self._enter("checkpoint")
+        state = {
+            "step": self._steps,
+            "version": self._parts.trainer.version,
+            "epoch": self._epoch,
+            "sampled_tokens": self._sampled_tokens,
+            "coordinator": self._coordinator.state(),
+            "predictor": self._parts.predictor.state(),
+        }
+
+        def fill(directory: Path) -> None:
+            (directory / TRAINER).mkdir()
+            self._parts.trainer.save(directory / TRAINER)
+
+        keep = self._setup.learner.keep_checkpoints
+        write = partial(write_checkpoint, self._folder.checkpoints, step=self._steps, state=state, fill=fill, keep=keep)
+        self._parts.ledger.forget(await self._in_worker(write))
+
+    async def _in_worker(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._parts.worker, work)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _over(self) -> str:
+        """Why the run is over; empty while it is not."""
+        learner = self._setup.learner
+        if self._stop_reason:
+            return self._stop_reason
+        if self._steps >= learner.max_steps:
+            return f"all {learner.max_steps} steps are made"
+        if 0 < learner.max_sampled_tokens <= self._sampled_tokens:
+            return f"{self._sampled_tokens} of {learner.max_sampled_tokens} sampled tokens are trained on"
+        return ""
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._since_s = phase, self._clock()

@@ -1,0 +1,157 @@
+"""The model being trained: one optimizer step from packed rows, checkpoints, and folders others can load.
+
+Invariants
+    - A step divides by a denominator it is given, never by what happened to be in a micro-batch.
+    - Log-probabilities are of the same distribution that was sampled: after the engine's temperature, in float32.
+    - Gradients that are not finite never reach the weights: the step is skipped and counted.
+    - Nothing on disk is a pickle: weights and optimizer state are safetensors, the rest JSON.
+
+Never: sockets, groups, or the age of anything; `version` counts the optimizer steps the weights have had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trace_async.config import LearnerConfig, ObjectiveConfig
+from trace_async.core.packing import RowBatch
+from trace_async.errors import PolicyError
+from trace_async.methods.objective import ObjectiveStats, finish_stats, merge_stats, to_tensors, tree_tis
+
+_LOG = logging.getLogger(__name__)
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
+
+
+class Trainer:
+    """One replica on one device. Blocking; the learner calls it from a single worker thread."""
+
+    def __init__(
+        self, policy_path: Path, *, learner: LearnerConfig, objective: ObjectiveConfig, temperature: float, seed: int
+    ) -> None:
+        torch.set_num_threads(learner.threads)
+        torch.manual_seed(seed)
+        try:
+            self.model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+                policy_path, dtype=torch.float32, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"{policy_path} holds no transformers model: {error}") from error
+        self.model.train()
+        self.version = 0
+        self._policy_path = policy_path
+        self._learner = learner
+        self._objective = objective
+        self._temperature = temperature
+        self._skipped_steps = 0
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=learner.learning_rate,
+            betas=(learner.adam_beta1, learner.adam_beta2),
+            weight_decay=learner.weight_decay,
+        )
+
+    def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
+        """One optimizer step on all micro-batches together; returns flat metrics (`actor/...`, `objective/...`).
+
+        Without any row the weights stay as they are, but the version still counts up: the groups were consumed.
+        """
+        metrics = {"actor/lr": self._set_learning_rate(), "actor/loss_tokens": 0.0, "actor/rows": 0.0}
+        parts: list[ObjectiveStats] = []
+        loss_sum = 0.0
+        self._optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            loss, stats = tree_tis(self._logprobs(batch), to_tensors(batch, self._device), self._objective)
+            (loss / denominator).backward()  # type: ignore[no-untyped-call]
+            loss_sum += float(loss.detach())
+            parts.append(stats)
+            metrics["actor/loss_tokens"] += batch.num_loss_tokens
+            metrics["actor/rows"] += batch.token_ids.shape[0]
+        if parts:
+            metrics |= finish_stats(merge_stats(parts))
+            metrics["actor/pg_loss"] = loss_sum / denominator
+            metrics["actor/grad_norm"] = self._apply_gradients()
+        metrics["actor/skipped_steps"] = float(self._skipped_steps)
+        self.version += 1
+        return metrics
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _logprobs(self, batch: RowBatch) -> torch.Tensor:
+        """float32 [B, T]: log-probability of the token at each position; position 0 has none and holds 0."""
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        mask = torch.from_numpy(batch.loss_mask).to(self._device)
+        attention = torch.from_numpy(batch.attention_mask).to(self._device)
+        logits = self.model(input_ids=token_ids, attention_mask=attention).logits
+        # Only positions with loss pay for the vocabulary in float32.
+        on = mask[:, 1:]
+        chosen = torch.log_softmax(logits[:, :-1][on].float() / self._temperature, dim=-1)
+        picked = chosen.gather(-1, token_ids[:, 1:][on][:, None])[:, 0]
+        out = torch.zeros(token_ids.shape, dtype=torch.float32, device=self._device)
+        return out.masked_scatter(mask, picked)
+
+    def _set_learning_rate(self) -> float:
+        rise = min(1.0, (self.version + 1) / self._learner.warmup_steps) if self._learner.warmup_steps else 1.0
+        rate = self._learner.learning_rate * rise
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _apply_gradients(self) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._learner.max_grad_norm))
+        if math.isfinite(norm):
+            self._optimizer.step()
+        else:
+            self._skipped_steps += 1
+            _LOG.warning("version %d: gradient norm %s; the step is skipped", self.version, norm)
+        return norm
+
+    def save_weights(self, path: Path) -> None:
+        """The weights as one safetensors file, under the model's own tensor names."""
+        save_file(_separate(self.model.state_dict()), path)
+
+    def save(self, directory: Path) -> None:
+        """Everything a resumed run needs of the trainer, into an existing folder."""
+        self.save_weights(directory / _MODEL)
+        moments = {}
+        for index, parameter in enumerate(self.model.parameters()):
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                moments[f"{index}.{name}"] = value.detach().clone()
+        save_file(moments, directory / _OPTIMIZER)
+        state = {"version": self.version, "skipped_steps": self._skipped_steps}
+        (directory / _STATE).write_text(json.dumps(state))
+
+    def load(self, directory: Path) -> None:
+        """Continue exactly where `save` stood. Raises PolicyError when the tensors are not this model's."""
+        try:
+            self.model.load_state_dict(load_file(directory / _MODEL), strict=True)
+        except RuntimeError as error:
+            raise PolicyError(f"checkpoint {directory} belongs to another model: {error}") from error
+        moments = load_file(directory / _OPTIMIZER)
+        self._optimizer.state.clear()
+        for index, parameter in enumerate(self.model.parameters()):
+            own = {k.split(".", 1)[1]: v for k, v in moments.items() if k.split(".", 1)[0] == str(index)}
+            if own:
+                self._optimizer.state[parameter] = own
+        state = json.loads((directory / _STATE).read_text())
+        self.version, self._skipped_steps = int(state["version"]), int(state["skipped_steps"])
+
+    def export(self, directory: Path) -> None:
+        """A standard transformers folder: config, weights, tokenizer with its chat template."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(directory)  # type: ignore[operator]
+        AutoTokenizer.from_pretrained(self._policy_path, local_files_only=True).save_pretrained(directory)
+
+
+def _separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors that share no storage; safetensors refuses tied ones, which are then stored twice."""
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

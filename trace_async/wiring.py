@@ -1,0 +1,248 @@
+"""Builds objects from a configuration: one function per part, so that every role puts the same parts together.
+
+Importable without torch; what needs it is imported when it is built. Never starts anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envs.registry import load_environment
+from trace_async import policy
+from trace_async.actor import Actor
+from trace_async.batching import BatchRule
+from trace_async.channel import ActorChannel
+from trace_async.channel_learner import LearnerChannel
+from trace_async.config import Config
+from trace_async.config_load import to_json
+from trace_async.core.seeds import node_seed
+from trace_async.core.types import Lease, Task
+from trace_async.environment import EnvironmentKit
+from trace_async.errors import ConfigError, PolicyError
+from trace_async.expansion import GrowthParts
+from trace_async.learner import Learner
+from trace_async.learner_parts import LearnerParts, LearnerSetup
+from trace_async.ledger import Ledger
+from trace_async.methods.allocators import Allocator, make_allocator
+from trace_async.methods.credit import credit_rule
+from trace_async.metrics import MetricsWriter, open_tensorboard
+from trace_async.predictor import BatchScorer, Predictor, make_predictor
+from trace_async.prompts import PromptStream
+from trace_async.rounds import RoundPlanner
+from trace_async.run_folder import RunFolder
+from trace_async.turns import Engine, Renderer, TurnPlayer
+
+if TYPE_CHECKING:
+    from trace_async.engines.local import LocalEngine
+    from trace_async.trainer import Trainer
+
+_BUILTIN = "builtin:"
+_POLICIES = Path(__file__).parent / "policies"
+
+
+def check_parts(config: Config) -> None:
+    """Builds whatever can be built in a moment, so that a wrong name or option shows before any process starts.
+
+    Raises ConfigError or PolicyError.
+    """
+    kit = build_kit(config)
+    make_allocator(config.tree.allocator, config.tree.options, np.random.default_rng(0))
+    credit_rule(config.learner.credit)
+    build_predictor(config)
+    build_prompts(config, kit)
+    heldout_tasks(config, kit)
+    policy_path(config.policy.path)
+
+
+def policy_path(name: str) -> Path:
+    """The folder of a policy: `builtin:NAME`, or a path. Raises PolicyError when it holds no model."""
+    path = _POLICIES / name.removeprefix(_BUILTIN) if name.startswith(_BUILTIN) else Path(name)
+    if not (path / "config.json").is_file():
+        shipped = ", ".join(sorted(f"{_BUILTIN}{found.parent.name}" for found in _POLICIES.glob("*/config.json")))
+        raise PolicyError(
+            f"policy.path = {name!r}: {path} is no transformers folder (it has no config.json); "
+            f"give a folder written by save_pretrained, or one that ships with the package: {shipped or 'none'}"
+        )
+    return path
+
+
+def build_kit(config: Config) -> EnvironmentKit:
+    """Episodes and tasks of the configured environment."""
+    return load_environment(config.environment.name, config.environment.options)
+
+
+def build_prompts(config: Config, kit: EnvironmentKit) -> PromptStream:
+    """The stream of training prompts, at its start."""
+    return PromptStream(kit.tasks, num_train=config.prompts.num_train, seed=config.run.seed)
+
+
+def heldout_tasks(config: Config, kit: EnvironmentKit) -> list[Task]:
+    """The tasks that evaluation plays: the first of the held-out pool, the same for every seed of the run."""
+    available = kit.tasks.size("heldout")
+    if available is not None and config.prompts.num_heldout > available:
+        raise ConfigError(
+            f"prompts.num_heldout is {config.prompts.num_heldout}, but environment {config.environment.name} has "
+            f"{available} held-out tasks; lower it"
+        )
+    return [kit.tasks.task("heldout", index) for index in range(config.evaluation.num_prompts)]
+
+
+def build_predictor(config: Config) -> Predictor:
+    """An untrained predictor."""
+    return make_predictor(config.predictor.kind, config.predictor.options)
+
+
+def build_allocator(config: Config, lease: Lease) -> Allocator:
+    """A fresh allocator for one tree; what it draws depends on the lease's place in the run only."""
+    seed = node_seed(lease.seed, lease.prompt_id, lease.round_index, ())
+    return make_allocator(config.tree.allocator, config.tree.options, np.random.default_rng(seed))
+
+
+def build_player(config: Config, *, engine: Engine, renderer: Renderer, greedy: bool = False) -> TurnPlayer:
+    """Plays turns under the configured limits."""
+    return TurnPlayer(
+        engine,
+        renderer,
+        max_turn_tokens=config.engine.max_turn_tokens,
+        max_context_tokens=config.tree.max_context_tokens,
+        max_turns=config.tree.max_turns,
+        request_deadline_s=config.engine.request_deadline_s,
+        step_deadline_s=config.environment.step_deadline_s,
+        clock=time.monotonic,
+        greedy=greedy,
+    )
+
+
+def build_actor(config: Config, *, name: str, address: str) -> Actor:
+    """An actor and everything it owns, ready to run. Imports torch."""
+    kit = build_kit(config)
+    engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
+    predictor = build_predictor(config)
+    road = config.coordinator
+    # the two know each other: the channel asks the actor who it is, the actor sends through the channel
+    channel = ActorChannel(
+        address,
+        hello=lambda: actor.hello(),
+        status=lambda: actor.status(),
+        heartbeat_s=road.heartbeat_s,
+        dead_after_s=road.dead_after_s,
+        on_release=lambda lease_ids, reason: actor.release(lease_ids, reason),
+    )
+    actor = Actor(
+        actor_id=name,
+        channel=channel,
+        engine=engine,
+        fetch=policy.fetch,
+        load_predictor=lambda state, version: predictor.load(state, version=version),
+        parts=GrowthParts(
+            player=build_player(config, engine=engine, renderer=renderer),
+            make_environment=kit.make_environment,
+            make_allocator=lambda lease: build_allocator(config, lease),
+            scorer=BatchScorer(predictor, max_batch=config.predictor.max_batch),
+            score_deadline_s=config.predictor.deadline_s,
+            max_turns=config.tree.max_turns,
+        ),
+        environment=config.environment.name,
+        clock=time.monotonic,
+        drain_s=config.actor.drain_s,
+        max_live_roots=config.actor.max_live_roots,
+    )
+    return actor
+
+
+@contextmanager
+def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
+    """A learner with its open ledger, metrics file and worker thread, ready to run. Imports torch."""
+    with (
+        Ledger(folder.ledger) as ledger,
+        MetricsWriter(folder.metrics, scalars=open_tensorboard(folder.tensorboard)) as metrics,
+        ThreadPoolExecutor(1, thread_name_prefix="trainer") as worker,
+    ):
+        predictor = build_predictor(config)
+        parts = LearnerParts(
+            trainer=_build_trainer(config),
+            predictor=predictor,
+            planner=RoundPlanner(
+                build_prompts(config, build_kit(config)),
+                predictor,
+                tree=config.tree,
+                candidates=config.prompts.candidates_per_round,
+                seed=config.run.seed,
+            ),
+            policies=policy,
+            ledger=ledger,
+            metrics=metrics,
+            make_channel=lambda handler: LearnerChannel(
+                config.coordinator.address,
+                handler=handler,
+                heartbeat_s=config.coordinator.heartbeat_s,
+                dead_after_s=config.coordinator.dead_after_s,
+            ),
+            worker=worker,
+        )
+        yield Learner(parts, setup=_learner_setup(config), folder=folder)
+
+
+def _build_trainer(config: Config) -> Trainer:
+    from trace_async.trainer import Trainer
+
+    _hide_progress_bars()
+    return Trainer(
+        policy_path(config.policy.path),
+        learner=config.learner,
+        objective=config.objective,
+        temperature=config.engine.temperature,
+        seed=config.run.seed,
+    )
+
+
+def _learner_setup(config: Config) -> LearnerSetup:
+    from trace_async.rendering import load_renderer
+
+    return LearnerSetup(
+        run_name=config.run.name,
+        seed=config.run.seed,
+        learner=config.learner,
+        coordinator=config.coordinator,
+        tree=config.tree,
+        rule=BatchRule(
+            credit=credit_rule(config.learner.credit),
+            soft_age_steps=config.coordinator.soft_age_steps,
+            max_age_steps=config.coordinator.max_age_steps,
+            pad_id=load_renderer(policy_path(config.policy.path)).pad_id,
+            micro_batch_tokens=config.learner.micro_batch_tokens,
+        ),
+        drain_s=config.actor.drain_s,
+        told_to_actors=to_json(config),
+    )
+
+
+def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEngine, Renderer]:
+    """The engine that samples with a policy folder's weights, and the folder's renderer. Imports torch.
+
+    `version` is what the engine says of these weights: -1 for an actor, which must load a published version first.
+    """
+    from trace_async.engines.local import LocalEngine, load_model
+    from trace_async.rendering import load_renderer
+
+    _hide_progress_bars()
+    renderer = load_renderer(folder)
+    model = load_model(folder, threads=config.engine.threads)
+    engine = LocalEngine(
+        model, config=config.engine, stop_ids=renderer.stop_ids, pad_id=renderer.pad_id, version=version
+    )
+    return engine, renderer
+
+
+def _hide_progress_bars() -> None:
+    """Those of transformers, which take longer to read than a small model to load."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
