@@ -1,14 +1,17 @@
-"""Turns per second of one actor's growth path with an engine that costs nothing, against a bare loop of the same awaits.
+"""Turns per second of one actor's growth path with an engine that costs nothing, against a bare loop of its awaits.
 
-    python -m benchmarks.orchestration [--trees 200] [--repeats 7] [--json]
+    python -m benchmarks.orchestration [--trees 16] [--repeats 15] [--json]
 
-Both sides run on uvloop in this process, in turns, and grow the same trees (four root rollouts and eight continuations,
-FrozenLake, compact style).
+All sides run on uvloop in this process, in turns, and grow the same trees (four root rollouts and eight continuations,
+FrozenLake, compact style). Seconds are CPU seconds of this process: on an idle machine the same as wall seconds, and on
+a busy one not the neighbours' business.
 
-    ours   lease -> reset -> TurnTree -> per node: fork, engine, step, render, record, predict, allocate -> complete tree
-    bare   one TaskGroup per tree, one task per node; per node the same awaits under the same deadlines (an environment
-           call that does not suspend, an engine call that yields once, another environment call, and below an end a
-           future that one loop callback resolves for all who wait), and no work at all
+    ours   lease, reset, TurnTree; per node: fork, engine, step, render, record, predict (beta), allocate (trace); until
+           the tree is complete and its environments are closed
+    bare   one TaskGroup per tree, one task per node and the same awaits, without any work: an environment call that
+           does not suspend, an engine call that yields once, another environment call, and unless the node is an end a
+           future that one callback of the loop resolves for all who wait; each under an `asyncio.timeout`
+    lean   bare, with an `asyncio.timeout` only around the two calls that do suspend, as ours arms its timers
 """
 
 from __future__ import annotations
@@ -16,11 +19,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,16 +109,12 @@ class Shape(NamedTuple):
     ends: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One side's measurement."""
+class Speeds(NamedTuple):
+    """Turns per CPU second of one repeat."""
 
-    turns: int
-    seconds: float
-
-    @property
-    def turns_per_s(self) -> float:
-        return self.turns / self.seconds
+    ours: float
+    bare: float
+    lean: float
 
 
 def make_lease(kit: EnvironmentKit, number: int) -> Lease:
@@ -174,7 +171,7 @@ async def run_ours(parts: GrowthParts, leases: Sequence[Lease]) -> list[Shape]:
     return shapes
 
 
-class BareLoop:
+class LeanLoop:
     """The same awaits for the same trees, and nothing else."""
 
     def __init__(self) -> None:
@@ -194,12 +191,10 @@ class BareLoop:
                 group.create_task(grow_all())
 
     async def _node(self, shape: Shape, node: int, group: asyncio.TaskGroup) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await self._environment()  # reset or fork
+        await self._environment()  # reset or fork
         async with asyncio.timeout(DEADLINE_S):
             await self._engine()
-        async with asyncio.timeout(DEADLINE_S):
-            await self._environment()  # step
+        await self._environment()  # step
         if node not in shape.ends:
             async with asyncio.timeout(DEADLINE_S):
                 await self._score()
@@ -226,61 +221,70 @@ class BareLoop:
             future.set_result(None)
 
 
-def timed(make: Callable[[], Coroutine[Any, Any, Any]], turns: int) -> Run:
-    """One fresh uvloop run of the coroutine; the loop's making and closing are not timed."""
+class BareLoop(LeanLoop):
+    """With a deadline for the environment too, though it answers at once."""
 
-    async def main() -> float:
-        started_s = time.perf_counter()
-        await make()
-        return time.perf_counter() - started_s
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return Run(turns, runner.run(main()))
+    async def _environment(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await super()._environment()
 
 
-def measure(num_trees: int, repeats: int) -> tuple[list[Run], list[Run]]:
-    """`repeats` pairs of (ours, bare), each pair in the other order than the one before."""
+def timed(work: Callable[[], Coroutine[Any, Any, object]], turns: int) -> float:
+    """Turns per CPU second of one run on a fresh loop, whose making and closing are not timed."""
+    loop = uvloop.new_event_loop()
+    try:
+        started_s = time.process_time()
+        loop.run_until_complete(work())
+        return turns / (time.process_time() - started_s)
+    finally:
+        loop.close()
+
+
+def measure(num_trees: int, repeats: int) -> list[Speeds]:
+    """Every side once per repeat, each repeat beginning with another."""
     kit = load_environment("frozenlake", {})
     leases = [make_lease(kit, number) for number in range(num_trees)]
     parts = make_parts(kit)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        shapes = runner.run(run_ours(parts, leases))  # warms both sides up and tells the trees' shapes
+    with asyncio.Runner() as runner:
+        shapes = runner.run(run_ours(parts, leases))  # tells the trees' shapes, and warms up
     turns = sum(len(shape.children) - 1 for shape in shapes)
-    ours: list[Run] = []
-    bare: list[Run] = []
+    works: list[Callable[[], Coroutine[Any, Any, object]]] = [
+        lambda: run_ours(parts, leases),
+        lambda: BareLoop().run(shapes),
+        lambda: LeanLoop().run(shapes),
+    ]
+    rows = []
     for repeat in range(repeats):
-        sides = [
-            lambda: ours.append(timed(lambda: run_ours(parts, leases), turns)),
-            lambda: bare.append(timed(lambda: BareLoop().run(shapes), turns)),
-        ]
-        for side in sides if repeat % 2 == 0 else reversed(sides):
-            side()
-    return ours, bare
+        order = [(repeat + shift) % len(works) for shift in range(len(works))]
+        speeds = {side: timed(works[side], turns) for side in order}
+        rows.append(Speeds(speeds[0], speeds[1], speeds[2]))
+    return rows
 
 
-def report(ours: Sequence[Run], bare: Sequence[Run]) -> dict[str, float]:
-    """Medians over the repeats; the ratio is the median of the pairs' ratios."""
+def report(rows: Sequence[Speeds]) -> dict[str, float]:
+    """Medians over the repeats; a ratio is the median of the repeats' own ratios."""
     return {
-        "turns_per_s": round(statistics.median(run.turns_per_s for run in ours), 1),
-        "bare_turns_per_s": round(statistics.median(run.turns_per_s for run in bare), 1),
-        "ratio": round(statistics.median(a.turns_per_s / b.turns_per_s for a, b in zip(ours, bare, strict=True)), 4),
+        "turns_per_s": round(statistics.median(row.ours for row in rows), 1),
+        "bare_turns_per_s": round(statistics.median(row.bare for row in rows), 1),
+        "ratio": round(statistics.median(row.ours / row.bare for row in rows), 4),
+        "lean_turns_per_s": round(statistics.median(row.lean for row in rows), 1),
+        "lean_ratio": round(statistics.median(row.ours / row.lean for row in rows), 4),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trees", type=int, default=200, help="trees per repeat")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of runs, at least 5")
+    parser.add_argument("--trees", type=int, default=16, help="trees per repeat")
+    parser.add_argument("--repeats", type=int, default=15, help="at least 5")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
-    ours, bare = measure(args.trees, max(5, args.repeats))
-    result = report(ours, bare)
-    print(f"# {platform.python_implementation()} {platform.python_version()}, uvloop {uvloop.__version__}")  # noqa: T201
-    for number, (a, b) in enumerate(zip(ours, bare, strict=True)):
-        line = f"pair {number}: ours {a.turns_per_s:9.0f} turns/s   bare {b.turns_per_s:9.0f} turns/s"
-        print(f"{line}   ratio {a.turns_per_s / b.turns_per_s:.3f}")  # noqa: T201
-    print(f"median: ours {result['turns_per_s']:.0f} turns/s, {1e6 / result['turns_per_s']:.1f} us a turn")  # noqa: T201
-    print(f"median: bare {result['bare_turns_per_s']:.0f} turns/s, ratio {result['ratio']:.3f} (target 0.5)")  # noqa: T201
+    rows = measure(args.trees, max(5, args.repeats))
+    result = report(rows)
+    for row in rows:
+        line = f"ours {row.ours:8.0f}   bare {row.bare:8.0f}   lean {row.lean:8.0f} turns/s"
+        print(f"{line}   ratio {row.ours / row.bare:.3f}")  # noqa: T201
+    print(f"median: {result['turns_per_s']:.0f} turns/s, {1e6 / result['turns_per_s']:.0f} us a turn")  # noqa: T201
+    print(f"median ratio to bare {result['ratio']:.3f} (target 0.5), to lean {result['lean_ratio']:.3f}")  # noqa: T201
     if args.json:
         print(json.dumps(result))  # noqa: T201
 

@@ -60,30 +60,53 @@ class Tasks:
         return Task(f"{split}-{index}", {"index": index})
 
 
+class Killed(Exception):
+    """The learner process died in the middle of something."""
+
+
+@dataclass
+class Fuse:
+    """Kills the learner at its n-th effect; None = never."""
+
+    effects_left: int | None = None
+
+    def burn(self) -> None:
+        if self.effects_left is not None:
+            self.effects_left -= 1
+            if self.effects_left < 0:
+                self.effects_left = None
+                raise Killed
+
+
 class FakeTrainer:
     """Its weights are the tokens it has learned from, in order; one token id stands for one group."""
 
-    def __init__(self, events: list[str] | None = None) -> None:
+    def __init__(self, events: list[str], fuse: Fuse) -> None:
         self.version = 0
         self.weights: list[int] = []
         self.rows: list[list[RowBatch]] = []
-        self.events = events if events is not None else []
+        self.events = events
+        self.fuse = fuse
         self.on_step: Callable[[], None] = lambda: None
 
     def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
         self.on_step()
+        self.fuse.burn()
         groups = [int(token) for batch in batches for token in np.unique(batch.token_ids[batch.loss_mask])]
         self.weights += sorted(set(groups))
         self.rows.append(list(batches))
         self.version += 1
         self.events.append(f"step {self.version}")
+        self.fuse.burn()
         return {"actor/grad_norm": 1.0}
 
     def save_weights(self, path: Path) -> None:
         path.write_text(json.dumps(self.weights))
 
     def save(self, directory: Path) -> None:
+        self.fuse.burn()
         (directory / "weights.json").write_text(json.dumps([self.version, self.weights]))
+        self.fuse.burn()
         self.events.append("save")
 
     def load(self, directory: Path) -> None:
@@ -96,13 +119,15 @@ class FakeTrainer:
 class FakePolicies:
     """Publishes nothing but the fact."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: list[str], fuse: Fuse) -> None:
         self.events = events
+        self.fuse = fuse
         self.notices: list[VersionNotice] = []
 
     def publish(
         self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
     ) -> VersionNotice:
+        self.fuse.burn()
         self.events.append(f"publish {version}")
         notice = VersionNotice(version=version, epoch=epoch, weights="none", digest="", predictor=predictor)
         self.notices.append(notice)
@@ -115,10 +140,12 @@ class FakePolicies:
 class Rows:
     """The rows of metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, fuse: Fuse) -> None:
+        self.fuse = fuse
         self.rows: list[dict[str, float]] = []
 
     def write(self, row: Row) -> None:
+        self.fuse.burn()
         self.rows.append({key: value for key, value in row.items() if isinstance(value, int | float)})
 
 
@@ -327,17 +354,18 @@ class LearnerWorld:
     road: CoordinatorConfig = ROADS
     tree: TreeConfig = TREES
     events: list[str] = field(default_factory=list)
-    rows: Rows = field(default_factory=Rows)
+    fuse: Fuse = field(default_factory=Fuse)
     worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
-        self.policies = FakePolicies(self.events)
-        self.trainer = FakeTrainer(self.events)
+        self.policies = FakePolicies(self.events, self.fuse)
+        self.trainer = FakeTrainer(self.events, self.fuse)
+        self.rows = Rows(self.fuse)
 
     def make_learner(self, ledger: Ledger, *, clock: Callable[[], float] = loop_clock) -> Learner:
         """A learner process: everything in memory is new, the run folder and the actors are not."""
-        self.trainer = FakeTrainer(self.events)
+        self.trainer = FakeTrainer(self.events, self.fuse)
         predictor = make_predictor("beta", {})
         prompts = PromptStream(Tasks(), num_train=0, seed=5)
         parts = LearnerParts(
@@ -373,12 +401,13 @@ class LearnerWorld:
         with Ledger(self.folder.ledger) as ledger:
             await self.make_learner(ledger).run()
 
-    async def train_and_kill(self, after_s: float) -> bool:
-        """One learner that is killed after that time; True when it had ended before."""
+    async def train_and_kill(self, after_s: float, *, after_effects: int | None = None) -> None:
+        """One learner that is killed after that time, or at that effect, unless it has ended before."""
+        self.fuse.effects_left = after_effects
         with Ledger(self.folder.ledger) as ledger:
             try:
                 async with asyncio.timeout(after_s):
                     await self.make_learner(ledger).run()
-            except TimeoutError:
-                return False
-        return True
+            except* (TimeoutError, Killed):
+                pass
+        self.fuse.effects_left = None

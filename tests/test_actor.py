@@ -475,7 +475,7 @@ def test_counters_only_grow_and_count_what_was_shipped() -> None:
 # ---- all at once ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_seeds", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_seeds", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_no_lease_is_lost_and_nothing_is_left_whatever_happens(num_seeds: int) -> None:
     ways = {"group": 0, "returned": 0, "released": 0, "failed nodes": 0}
     for seed in range(num_seeds):

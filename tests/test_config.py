@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -215,3 +216,15 @@ def test_the_documentation_of_the_keys_is_up_to_date() -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert not [line for line in render().splitlines() if line.endswith("|  |")]
+
+
+def test_every_key_is_read_by_some_component() -> None:
+    package = Path(__file__).parent.parent / "trace_async"
+    sources = [path for path in package.rglob("*.py") if not path.name.startswith("config")]
+    read = {
+        node.attr
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    assert {key for key in known_keys() if key.rpartition(".")[2] not in read} == set()

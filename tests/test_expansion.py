@@ -43,7 +43,7 @@ from trace_async.turns import TurnPlayer
 
 ENVIRONMENTS: dict[str, type[CoinEnvironment]] = {"fork": CoinEnvironment, "replay": ReplayCoin, "none": OneWayCoin}
 MAX_TURNS = 6
-FEW_AND_MANY = pytest.mark.parametrize("num_seeds", [30, pytest.param(1000, marks=pytest.mark.slow)])
+FEW_AND_MANY = pytest.mark.parametrize("num_seeds", [30, pytest.param(600, marks=pytest.mark.slow)])
 
 
 @dataclass(slots=True)
@@ -154,6 +154,7 @@ def test_a_tree_is_complete_within_its_budget_whatever_fails_and_in_whatever_ord
             allocator=counted,
             latency=pareto(seed),
             fault=now_and_then(seed, errors, probability=0.1),
+            world=World(latency=pareto(seed, scale_s=3.0)),
         )
         try:
             tree = virtual_time.run(scene.grow(lease_of(seed=seed)))

@@ -44,7 +44,6 @@ def test_a_lease_goes_from_issued_over_the_shelf_to_consumed(ledger: Ledger) -> 
     assert ledger.counts() == LedgerCounts(issued=2, live=2, shelved=0, consumed=0, rejected=0)
     assert ledger.receive("a", FRAMES)
     assert ledger.live() == [make_lease(lease_id="b")]
-    assert ledger.shelved_leases() == [make_lease(lease_id="a")]
     assert list(ledger.shelved()) == [("a", FRAMES)]
     ledger.mark_consumed(3, {"a": GroupVerdict.FLAT})
     ledger.reject("b", "3 attempts failed")

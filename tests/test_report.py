@@ -41,6 +41,7 @@ def folder(tmp_path: Path) -> RunFolder:
                     "staleness/age_mean": 0.5 * step,
                     "staleness/age_max": min(step, 3),
                     "groups/trained_total": 20 * step,
+                    "groups/flat_total": 2 * step,
                     "groups/rejected_total": step // 4,
                 }
             )
@@ -66,6 +67,7 @@ def test_the_summary_holds_the_numbers_of_the_run(folder: RunFolder) -> None:
         max_age_steps=3,
         mean_age_steps=1.25,
         groups_trained=80,
+        groups_flat=8,
         groups_rejected=1,
         policy=str(folder.policy),
     )

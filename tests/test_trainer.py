@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -13,14 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from tests.builders import random_group
 from trace_async.config import LearnerConfig, ObjectiveConfig
 from trace_async.core.group import paths, turn_spans
-from trace_async.core.packing import PackItem, denominator, pack
+from trace_async.core.packing import PackItem, RowBatch, denominator, pack
 from trace_async.core.staleness import ages, judge_turns
+from trace_async.core.tree_packing import pack_trees
 from trace_async.core.types import Group
 from trace_async.errors import PolicyError
 from trace_async.methods.credit import sibling_credit
 from trace_async.policies.tiny import save_policy, tiny_model, tiny_tokenizer
 from trace_async.trainer import Trainer
 
+Layout: TypeAlias = Callable[..., list[RowBatch]]
 OPEN_OBJECTIVE = ObjectiveConfig(
     cap_positive=1e6, cap_negative=1e6, cap_decay=1.0, veto_low=0, veto_high=1e30, veto_token=0
 )
@@ -81,12 +86,15 @@ def turns_of(group: Group) -> list[tuple[int, list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_step_moves_along_the_gradient_of_every_turn_taken_alone(policy_path: Path, temperature: float) -> None:
+@pytest.mark.parametrize("layout", [pack, pack_trees, partial(pack_trees, max_tree_tokens=40)])
+def test_one_step_moves_along_the_gradient_of_every_turn_taken_alone(
+    policy_path: Path, temperature: float, layout: Layout
+) -> None:
     batch = items(1)
     trainer = make_trainer(policy_path, temperature=temperature)
     oracle = LlamaForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
     torch.stack([slow_loss(oracle, item, temperature) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
-    metrics = trainer.step(pack(batch, pad_id=0, micro_batch_tokens=64), denominator=denominator(batch))
+    metrics = trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
     expected = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
     found = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-7)
@@ -99,7 +107,7 @@ def test_the_size_of_micro_batches_changes_nothing(policy_path: Path) -> None:
     results = []
     for micro_batch_tokens in (64, 100_000):
         trainer = make_trainer(policy_path, objective=ObjectiveConfig())
-        rows = pack(batch, pad_id=0, micro_batch_tokens=micro_batch_tokens)
+        rows = pack_trees(batch, pad_id=0, micro_batch_tokens=micro_batch_tokens)
         metrics = trainer.step(rows, denominator=denominator(batch))
         results.append((len(rows), metrics))
     (many, first), (few, second) = results

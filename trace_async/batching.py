@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trace_async.core.packing import PackItem, RowBatch, denominator, pack
+from trace_async.core.packing import PackItem, RowBatch, denominator
 from trace_async.core.rows import trainable_turns
 from trace_async.core.staleness import ages, judge_turns
+from trace_async.core.tree_packing import pack_trees
 from trace_async.core.types import Group, GroupVerdict
 from trace_async.methods.credit import CreditRule
 
@@ -53,7 +54,7 @@ def make_batch(groups: Sequence[Group], *, rule: BatchRule, version: int, epoch:
     return Batch(
         items=items,
         verdicts=[judge_group(item) for item in items],
-        rows=pack(items, pad_id=rule.pad_id, micro_batch_tokens=rule.micro_batch_tokens),
+        rows=pack_trees(items, pad_id=rule.pad_id, micro_batch_tokens=rule.micro_batch_tokens),
         denominator=denominator(items),
     )
 

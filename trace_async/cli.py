@@ -29,7 +29,7 @@ _FAILURE = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=commands.LOG_FORMAT)
     try:
         return run_command(arguments)
     except (KeyboardInterrupt, asyncio.CancelledError, Interrupted):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -36,6 +37,8 @@ from trace_async.where import describe
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 _ADDRESS_DEADLINE_S = 120.0
 """For a learner to load its model and listen."""
 
@@ -49,13 +52,21 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     console = Console()
     started_s = time.monotonic()
     with claim(config, resume=resume) as folder:
+        _log_to(folder.log("train"))  # the terminal belongs to the display
         view = View(config.run.name, config.learner.max_steps)
         display = Display(view, folder=folder, console=console, clock=time.monotonic)
         supervisor = Supervisor(config, folder=folder, screen=display)
         try:
             _run(supervisor.run(resume=resume))
         except Interrupted:
-            console.print(f"stopped; go on with: trace-async train {config_path} --resume", highlight=False)
+            again = [
+                "trace-async",
+                "train",
+                str(config_path),
+                *(f"--set={override}" for override in overrides),
+                "--resume",
+            ]
+            console.print(f"stopped; go on with: {shlex.join(again)}", highlight=False, markup=False, soft_wrap=True)
             return INTERRUPTED
         summary = write_report(folder, name=config.run.name, wall_s=time.monotonic() - started_s)
         for line in summary_lines(summary, folder):
@@ -67,6 +78,11 @@ def learner(folder: RunFolder, *, supervised: bool) -> int:
     """The learner, until its last step or a signal."""
     config = load_saved_config(folder.config)
     return _run(_learn(config, folder, supervised=supervised))
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=path, encoding="utf-8", force=True)
 
 
 async def _learn(config: Config, folder: RunFolder, *, supervised: bool) -> int:

@@ -28,7 +28,14 @@ from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
 from trace_async.core.types import ROOT, Failure, Grant, GrownBy, IntArray, Lease, NodeState, Prefix, Score, Turn
 from trace_async.environment import Branching, Environment, EnvironmentFactory
-from trace_async.errors import EnvironmentFailure, EnvironmentTimeout, InvariantError, PredictorError, Recoverable
+from trace_async.errors import (
+    EnvironmentFailure,
+    EnvironmentTimeout,
+    InvariantError,
+    PredictorError,
+    Recoverable,
+    TraceAsyncError,
+)
 from trace_async.methods.allocators import Allocator
 from trace_async.story import TreeStory, node_name
 from trace_async.turns import TurnPlayer, answered
@@ -225,8 +232,11 @@ class _Growth:
 
 
 async def close_environments(environments: Iterable[Environment], *, what: str) -> None:
-    """Close each; one that fails or is late is logged and left. Cancellation waits until all were asked to close."""
-    cancelled: asyncio.CancelledError | None = None
+    """Close each; one that fails or is late is logged and left, since a turn that is recorded cannot fail any more.
+
+    Cancellation, and an error that is not Recoverable, wait until all were asked to close.
+    """
+    interrupted: asyncio.CancelledError | TraceAsyncError | None = None
     for environment in list(environments):
         try:
             await answered(
@@ -236,12 +246,12 @@ async def close_environments(environments: Iterable[Environment], *, what: str) 
                 late=EnvironmentTimeout,
                 what=f"{what}: close",
             )
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except EnvironmentFailure as error:  # the turns are recorded, and a node that is done cannot fail any more
+        except Recoverable as error:
             log.warning("environment %s was left open: %s", environment.name, error)
-    if cancelled is not None:
-        raise cancelled
+        except (asyncio.CancelledError, TraceAsyncError) as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _environment_seed(lease: Lease, path: tuple[int, ...]) -> int:

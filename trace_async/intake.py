@@ -116,8 +116,9 @@ class Intake:
 
     def tick(self) -> None:
         """Time has passed: gives up on the silent and the overdue."""
-        for lease_id in self._coordinator.expire(self._clock()):
-            log.warning("lease %s is given up: %s", lease_id, self._coordinator.story(lease_id)[-1].detail)
+        if given_up := self._coordinator.expire(self._clock()):
+            why = self._coordinator.story(given_up[0])[-1].detail
+            log.warning("%d leases are given up: %s (%s), ...", len(given_up), given_up[0], why)
         self._changed()
 
     def release_all(self, outbox: Outbox, reason: str) -> None:
@@ -141,6 +142,8 @@ class Intake:
         """A group arrived, perhaps again."""
         if (wrong := self._mismatch(group)) is not None:
             log.warning("group %s from %s is refused: %s", group.group_id, actor_id, wrong)
+            self._coordinator.returned(actor_id, [group.lease_id], self._clock(), reason="sent what was not leased")
+            self._changed()
             return wire.Ack(group_id=group.group_id, accepted=False, reason=wrong)
         arrival = self._coordinator.group_arrived(group.lease_id, self._clock())
         if arrival is Arrival.ACCEPT:

@@ -157,11 +157,9 @@ class Ledger:
 
     def live(self) -> list[Lease]:
         """Leases without a group, in the order they were issued."""
-        return self._leases("state = ? ORDER BY rowid", LeaseState.ISSUED)
-
-    def shelved_leases(self) -> list[Lease]:
-        """Leases whose groups `shelved` gives, in the same order."""
-        return self._leases("state = ? ORDER BY received", LeaseState.SHELVED)
+        rows = self._db.execute("SELECT lease FROM leases WHERE state = ? ORDER BY rowid", (LeaseState.ISSUED,))
+        messages = [decode(_split(blob)) for (blob,) in rows]
+        return [message.lease for message in messages if isinstance(message, LeaseMessage)]
 
     def rewind(self, step: int) -> list[str]:
         """Return groups consumed after `step` to the shelf: the weights that learned from them are gone.
@@ -211,11 +209,6 @@ class Ledger:
     def _ids(self, where: str, *values: int) -> list[str]:
         rows = self._db.execute(f"SELECT lease_id FROM leases WHERE {where}", values)
         return [lease_id for (lease_id,) in rows]
-
-    def _leases(self, where: str, *values: int) -> list[Lease]:
-        rows = self._db.execute(f"SELECT lease FROM leases WHERE {where}", values)
-        messages = [decode(_split(blob)) for (blob,) in rows]
-        return [message.lease for message in messages if isinstance(message, LeaseMessage)]
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -39,8 +39,9 @@ class Summary:
     steps: int
     max_age_steps: int | None  # oldest turn that was trained on
     mean_age_steps: float | None
-    groups_trained: int
-    groups_rejected: int
+    groups_trained: int  # with a gradient
+    groups_flat: int  # consumed, but every outcome was equal
+    groups_rejected: int  # given up after too many attempts
     policy: str | None  # a transformers folder
 
 
@@ -66,6 +67,7 @@ def summarize(folder: RunFolder, *, name: str, wall_s: float) -> Summary:
         max_age_steps=int(max(ages)) if ages else None,
         mean_age_steps=round(sum(mean_ages) / len(mean_ages), 3) if mean_ages else None,
         groups_trained=_last_count(rows, "groups/trained_total"),
+        groups_flat=_last_count(rows, "groups/flat_total"),
         groups_rejected=_last_count(rows, "groups/rejected_total"),
         policy=str(folder.policy) if folder.policy.is_dir() else None,
     )
@@ -90,8 +92,9 @@ def summary_lines(summary: Summary, folder: RunFolder) -> list[str]:
         f"success   sampled {_arrow(summary.success_before, summary.success_after)}   greedy "
         f"{_arrow(summary.greedy_before, summary.greedy_after)}   on {summary.heldout_tasks} held-out tasks{interval}",
         f"spent     {format_count(summary.sampled_tokens)} sampled tokens in {format_seconds(summary.wall_s)}",
-        f"training  {summary.steps} steps, {summary.versions} versions, oldest trained turn {oldest} steps, "
-        f"{format_count(summary.groups_trained)} groups trained, {format_count(summary.groups_rejected)} rejected",
+        f"training  {summary.steps} steps, {summary.versions} versions, oldest turn {oldest} steps, "
+        f"groups: {format_count(summary.groups_trained)} trained, {format_count(summary.groups_flat)} flat, "
+        f"{format_count(summary.groups_rejected)} rejected",
         f"curve     {folder.curve}",
         f"policy    {summary.policy or 'none: the run ended before it was written'}",
     ]

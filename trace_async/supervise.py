@@ -133,6 +133,9 @@ class Supervisor:
             if code == USER_ERROR or restarts == _MAX_RESTARTS:
                 raise ChildFailed(name, code, self._tail(name))
             _LOG.warning("%s ended with code %d; restart %d of %d", name, code, restarts + 1, _MAX_RESTARTS)
+            self._screen.say_phase(
+                f"training; {name} died (code {code}) and starts again, {restarts + 1} of {_MAX_RESTARTS} times"
+            )
 
     async def _start(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         if self._stop.is_set():

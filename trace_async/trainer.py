@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trace_async.config import LearnerConfig, ObjectiveConfig
 from trace_async.core.packing import RowBatch
+from trace_async.core.tree_packing import TreeBatch
 from trace_async.errors import PolicyError
 from trace_async.methods.objective import ObjectiveStats, finish_stats, merge_stats, to_tensors, tree_tis
 
@@ -40,7 +41,10 @@ class Trainer:
         torch.manual_seed(seed)
         try:
             self.model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                policy_path, dtype=torch.float32, local_files_only=True
+                policy_path,
+                dtype=torch.float32,
+                local_files_only=True,
+                attn_implementation="sdpa",  # takes a mask per pair of tokens, which packed trees need
             )
         except (OSError, ValueError) as error:
             raise PolicyError(f"{policy_path} holds no transformers model: {error}") from error
@@ -89,15 +93,24 @@ class Trainer:
     def _logprobs(self, batch: RowBatch) -> torch.Tensor:
         """float32 [B, T]: log-probability of the token at each position; position 0 has none and holds 0."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
-        mask = torch.from_numpy(batch.loss_mask).to(self._device)
-        attention = torch.from_numpy(batch.attention_mask).to(self._device)
-        logits = self.model(input_ids=token_ids, attention_mask=attention).logits
+        on = torch.from_numpy(batch.loss_mask).to(self._device)
         # Only positions with loss pay for the vocabulary in float32.
-        on = mask[:, 1:]
-        chosen = torch.log_softmax(logits[:, :-1][on].float() / self._temperature, dim=-1)
-        picked = chosen.gather(-1, token_ids[:, 1:][on][:, None])[:, 0]
+        chosen = torch.log_softmax(self._predicting_logits(batch, token_ids, on).float() / self._temperature, dim=-1)
+        picked = chosen.gather(-1, token_ids[on][:, None])[:, 0]
         out = torch.zeros(token_ids.shape, dtype=torch.float32, device=self._device)
-        return out.masked_scatter(mask, picked)
+        return out.masked_scatter(on, picked)
+
+    def _predicting_logits(self, batch: RowBatch, token_ids: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
+        """[tokens with loss, vocabulary]: the logits that predict them, rows first."""
+        if not isinstance(batch, TreeBatch):
+            attention = torch.from_numpy(batch.attention_mask).to(self._device)
+            logits: torch.Tensor = self.model(input_ids=token_ids, attention_mask=attention).logits
+            return logits[:, :-1][on[:, 1:]]
+        visible = torch.from_numpy(batch.visible).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        logits = self.model(input_ids=token_ids, attention_mask=visible[:, None], position_ids=positions).logits
+        rows, columns = on.nonzero(as_tuple=True)
+        return logits[rows, torch.from_numpy(batch.predecessor).to(self._device)[rows, columns]]
 
     def _set_learning_rate(self) -> float:
         rise = min(1.0, (self.version + 1) / self._learner.warmup_steps) if self._learner.warmup_steps else 1.0

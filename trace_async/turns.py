@@ -269,12 +269,16 @@ class Started(Generator[Any, None, T]):
     def __await__(self) -> Generator[Any, None, T]:
         return self
 
-    def send(self, value: None) -> Any:
+    def __next__(self) -> Any:
         """The next wait; first the one that the coroutine has come to already."""
         if self._is_fresh:
             self._is_fresh = False
             return self._first
-        return self.call.send(value)
+        return self.call.send(None)
+
+    def send(self, value: None) -> Any:
+        """As `next`: an event loop sends nothing but None."""
+        return next(self)
 
     def throw(self, *error: Any) -> Any:
         """Raise an error, cancellation for one, where the coroutine waits."""

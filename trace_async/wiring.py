@@ -229,7 +229,8 @@ def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEn
 
     `version` is what the engine says of these weights: -1 for an actor, which must load a published version first.
     """
-    from trace_async.engines.local import LocalEngine, load_model
+    from trace_async.engines.batched_model import load_model
+    from trace_async.engines.local import LocalEngine
     from trace_async.rendering import load_renderer
 
     _hide_progress_bars()

@@ -221,6 +221,30 @@ def test_a_group_without_turns_is_refused() -> None:
         check_group(dataclasses.replace(group, **nothing))
 
 
+LIES: dict[str, dict[str, Any]] = {
+    "a turn that waits for its score": {
+        "state": np.array([NodeState.UNSCORED], np.uint8),
+        "outcome": np.array([NAN], np.float32),
+    },
+    "a played turn without tokens": {
+        "action_lengths": np.array([0], np.int32),
+        "token_ids": np.zeros(0, np.int32),
+        "logprobs": np.zeros(0, np.float32),
+    },
+    "an observation after the end": {
+        "observation_lengths": np.array([1], np.int32),
+        "token_ids": np.array([5, 6, 7], np.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_fields_that_agree_on_a_lie_are_refused_too(name: str) -> None:
+    group = chain_group((1.0,), turns=1)
+    with pytest.raises(WireError, match="at turns"):
+        check_group(dataclasses.replace(group, **LIES[name]))
+
+
 def test_a_refusal_names_the_group_its_actor_and_the_turns() -> None:
     group = chain_group((1.0, 0.0), turns=2, lease_id="lease-5")
     outcome = np.array([NAN, 1.0, NAN, NAN], np.float32)

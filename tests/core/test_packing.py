@@ -181,6 +181,12 @@ def test_a_row_ends_where_nothing_below_is_trained() -> None:
     assert batch.age.tolist() == [0, 1]
 
 
+def test_a_failed_turn_is_never_trained_whatever_is_said_about_it() -> None:
+    group = group_from_spec([spec(spec(outcome=1.0), spec(failed=True))])
+    (batch,) = pack([opinion(group, advantage=[1.0] * 3, mass=[1.0] * 3)], pad_id=PAD, micro_batch_tokens=1000)
+    assert batch.age.tolist() == [0, 1]
+
+
 def test_nothing_to_train_is_no_batch() -> None:
     item = opinion(WORKED, advantage=[0.0] * 6, mass=HIERARCHICAL)
     assert pack([item], pad_id=PAD, micro_batch_tokens=1000) == []

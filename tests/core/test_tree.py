@@ -179,12 +179,20 @@ def test_an_illegal_move_is_refused_with_its_ids_and_changes_nothing(name: str) 
     tree.validate()
 
 
-def test_a_score_outside_the_unit_interval_is_refused_but_an_unknown_one_is_not() -> None:
+@pytest.mark.parametrize("success", [1.5, -0.1, np.inf])
+def test_a_predicted_success_outside_the_unit_interval_is_refused(success: float) -> None:
     tree = expanded_tree()
     tree.record_turn(2, make_turn())
-    with pytest.raises(IllegalMove, match=r"node 2: predicted success 1\.5"):
-        tree.record_score(2, Score(success=1.5, predictor_version=0))
-    tree.record_score(2, Score(success=NAN, predictor_version=0))
+    with pytest.raises(IllegalMove, match=f"node 2: predicted success {success}"):
+        tree.record_score(2, Score(success=success, predictor_version=0))
+
+
+@pytest.mark.parametrize("success", [0.0, 1.0, NAN])
+def test_a_sure_or_an_unknown_success_is_a_score_too(success: float) -> None:
+    tree = expanded_tree()
+    tree.record_turn(2, make_turn())
+    tree.record_score(2, Score(success=success, predictor_version=0))
+    assert tree.is_complete is False  # node 3 still grows
     tree.validate()
 
 
@@ -228,6 +236,12 @@ def test_an_impossible_budget_is_refused(roots: int, continuations: int, max_tur
         new_tree(roots=roots, continuations=continuations, max_turns=max_turns)
 
 
+def start_a_root_rollout_at(tree: TurnTree, node_id: int) -> None:
+    tree.nodes[node_id].grown_by = GrownBy.ROOT
+    tree.nodes[tree.nodes[node_id].parent].chain_child = None
+    tree.budget = TreeBudget(roots=tree.budget.roots + 1, continuations=tree.budget.continuations)
+
+
 DAMAGE: dict[str, tuple[Callable[[TurnTree], object], str]] = {
     "a root that nobody paid": (lambda tree: setattr(tree.nodes[3], "grown_by", GrownBy.SELECTED), "2 roots spent.*1"),
     "a count of growing nodes": (lambda tree: setattr(tree.nodes[3], "state", NodeState.UNSCORED), "growing"),
@@ -244,6 +258,8 @@ DAMAGE: dict[str, tuple[Callable[[TurnTree], object], str]] = {
         "node 1 .*outcome 1",
     ),
     "a node id": (lambda tree: setattr(tree.nodes[0], "node_id", 1), "node 0 .*calls itself 1"),
+    "a prompt below something": (lambda tree: setattr(tree.nodes[0], "depth", 1), "node 0 .*is not a prompt"),
+    "a root rollout below a turn": (lambda tree: start_a_root_rollout_at(tree, 2), "node 2 .*starts at node 1"),
     "a prompt with a turn": (lambda tree: setattr(tree.nodes[0], "turn", make_turn()), "prompt has a turn"),
 }
 
@@ -257,8 +273,27 @@ def test_validate_finds_what_no_door_could_have_done(name: str) -> None:
         tree.validate()
 
 
+def test_a_prompt_without_tokens_is_refused() -> None:
+    budget = TreeBudget(roots=1, continuations=0)
+    nothing = np.zeros(0, np.int32)
+    with pytest.raises(InvariantError, match="prompt p has no tokens"):
+        TurnTree(tree_id="t", prompt_id="p", prompt_ids=nothing, budget=budget, can_branch=True, max_turns=1)
+
+
+def test_a_rollout_whose_next_turn_is_not_granted_yet_still_runs() -> None:
+    tree = expanded_tree()
+    tree.record_turn(2, make_turn())
+    tree.record_score(2, SCORE)
+    assert tree.chain_end(1) is None
+    tree.close(2)
+    assert tree.chain_end(1) == 2
+
+
 def test_validate_finds_an_overspent_budget() -> None:
     tree = expanded_tree()
     tree.budget = TreeBudget(roots=1, continuations=2)
     with pytest.raises(InvariantError, match="1 roots spent, the nodes say 2"):
+        tree.validate()
+    tree._roots_left = -1
+    with pytest.raises(InvariantError, match="-1 roots"):
         tree.validate()

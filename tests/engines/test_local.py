@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trace_async.config import EngineConfig
 from trace_async.core.types import GenerateRequest, Generation, StopReason
-from trace_async.engines.local import LocalEngine, load_weights, uniform
+from trace_async.engines.batched_model import load_weights, uniform
+from trace_async.engines.local import LocalEngine
 from trace_async.engines.prefix_cache import PrefixCache
 from trace_async.errors import EngineError, PolicyError
 

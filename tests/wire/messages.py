@@ -176,7 +176,7 @@ def messages() -> st.SearchStrategy[Message]:
     return st.one_of(
         st.builds(
             wire.Hello, actor_id=_ACTOR_ID, host=_TEXT, pid=_INT, capacity_roots=st.integers(1, 2**31 - 1),
-            live_leases=_IDS, incarnation=_TEXT,
+            live_leases=_IDS, incarnation=st.text("0123456789abcdef", max_size=16),
         ),
         st.builds(wire.GroupMessage, group=groups()),
         st.builds(wire.Heartbeat, status=_STATUS),

@@ -15,24 +15,20 @@ Never: text, a chat template, or a decision about which version should be used.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import inspect
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from trace_async.config import EngineConfig
 from trace_async.core.types import GenerateRequest, Generation, StopReason
+from trace_async.engines.batched_model import BatchedModel, Row
 from trace_async.engines.prefix_cache import PrefixCache
 from trace_async.errors import EngineError, PolicyError
 
@@ -51,29 +47,17 @@ _COUNTERS = (
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One request in the batch; touched by the worker thread only, except `answer`."""
+    """One request in the batch; its row is touched by the worker thread only."""
 
     request: GenerateRequest
+    row: Row
     answer: asyncio.Future[Generation]
-    prefix: list[int]
     submitted_s: float
-    keys_values: torch.Tensor | None = None  # [layers, 2, heads, computed, head_dim]
-    computed: int = 0  # tokens of prefix + sampled whose key/values are known
-    kv_version: int = 0  # oldest version that computed any of them
-    sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    kv_version: int = 0  # oldest version that computed any of the row's key/values
     version_min: int = -1
     version_max: int = -1
     kv_version_min: int = -1
     stop: StopReason | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prefix + self.sampled
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.prefix) + len(self.sampled) - self.computed
 
 
 @dataclass(slots=True, eq=False)
@@ -91,14 +75,9 @@ class LocalEngine:
     def __init__(
         self, model: torch.nn.Module, *, config: EngineConfig, stop_ids: Sequence[int], pad_id: int, version: int = -1
     ) -> None:
-        self._model = model.eval()
+        self._model = BatchedModel(model, pad_id=pad_id, temperature=config.temperature)
         self._config = config
         self._stop_ids = frozenset(stop_ids)
-        self._pad_id = pad_id
-        self._max_positions = int(getattr(model.config, "max_position_embeddings", 1 << 30))
-        # transformers renamed the argument in 5.24; earlier releases know only the old name.
-        takes = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in takes else "past_key_values"
         self._version = version
         self._waiting: deque[_Running] = deque()
         self._active: list[_Running] = []
@@ -106,10 +85,7 @@ class LocalEngine:
         self._work = asyncio.Event()
         self._cache = PrefixCache(max_bytes=config.prefix_cache_bytes)
         self._closed = False
-        self._counts = dict.fromkeys(
-            ("busy_s", "idle_s", "forward_passes", "sampled_tokens", "computed_tokens", "reused_tokens", "requests"),
-            0.0,
-        )
+        self._counts = dict.fromkeys(_COUNTERS, 0.0)
 
     @property
     def version(self) -> int:
@@ -127,13 +103,14 @@ class LocalEngine:
         length = len(request.prefix_ids)
         if request.max_tokens < 1 or length < 1:
             raise EngineError(f"request {request.request_id}: {length} prefix tokens, max_tokens {request.max_tokens}")
-        if length + request.max_tokens > self._max_positions:
+        if length + request.max_tokens > self._model.max_positions:
             raise EngineError(
                 f"request {request.request_id}: {length} prefix tokens + {request.max_tokens} new ones exceed the "
-                f"model's {self._max_positions} positions; lower tree.max_context_tokens"
+                f"model's {self._model.max_positions} positions; lower tree.max_context_tokens"
             )
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Running(request, answer, request.prefix_ids.tolist(), time.perf_counter()))
+        row = Row(prefix=request.prefix_ids.tolist(), seed=request.seed, greedy=request.greedy)
+        self._waiting.append(_Running(request, row, answer, time.perf_counter()))
         self._work.set()
         return await answer  # woken by run(); a cancelled answer leaves the batch before the next forward pass
 
@@ -207,8 +184,8 @@ class LocalEngine:
             if running.stop is not None and not running.answer.done():
                 running.answer.set_result(
                     Generation(
-                        token_ids=np.asarray(running.sampled, dtype=np.int32),
-                        logprobs=np.asarray(running.logprobs, dtype=np.float32),
+                        token_ids=np.asarray(running.row.sampled, dtype=np.int32),
+                        logprobs=np.asarray(running.row.logprobs, dtype=np.float32),
                         version_min=running.version_min,
                         version_max=running.version_max,
                         kv_version_min=running.kv_version_min,
@@ -239,100 +216,75 @@ class LocalEngine:
     # -- on the worker thread
 
     def _take_over(self, load: _Load) -> None:
-        load_weights(self._model, load.weights)
+        self._model.load(load.weights)
         self._version = load.version
         self._cache.clear()
         for running in self._active:
-            running.keys_values, running.computed = None, 0
+            running.row.keys_values, running.row.computed = None, 0
 
-    @torch.inference_mode()
     def _advance(self) -> None:
-        """One token for every active request: new ones are looked up, then alike ones share a forward pass."""
+        """One token for every active request that is not waiting for a twin's prefix."""
+        ready, openings = self._ready()
+        for batch in _alike(ready):
+            self._counts["computed_tokens"] += sum(running.row.num_pending for running in batch)
+            self._model.advance([running.row for running in batch])
+            self._counts["forward_passes"] += 1
+            self._counts["sampled_tokens"] += len(batch)
+            for running in batch:
+                self._stamp(running)
+        for running in openings:
+            self._remember(running.row, len(running.row.prefix) - 1)
+        for running in ready:
+            if running.stop is not None:
+                self._remember(running.row, running.row.computed)
+
+    def _ready(self) -> tuple[list[_Running], list[_Running]]:
+        """Requests to compute now, and those among them whose whole prefix is new.
+
+        Of several requests with the same new prefix one goes first; the others find its key/values one pass later.
+        """
+        ready: list[_Running] = []
+        openings: dict[tuple[int, ...], _Running] = {}
         for running in self._active:
-            if running.keys_values is None:
+            if running.row.keys_values is None:
                 self._look_up(running)
-        for batch in _alike(self._active):
-            logits = self._forward(batch)
-            self._sample(batch, logits)
-        for running in self._active:
-            if running.stop is not None and running.keys_values is not None:
-                self._cache.store(np.asarray(running.tokens[: running.computed], np.int32), running.keys_values)
+                if running.row.computed == 0:
+                    if tuple(running.row.tokens) in openings:
+                        continue
+                    openings[tuple(running.row.tokens)] = running
+            ready.append(running)
+        return ready, list(openings.values())
 
     def _look_up(self, running: _Running) -> None:
-        tokens = np.asarray(running.tokens, np.int32)
+        tokens = np.asarray(running.row.tokens, np.int32)
         # The last token is always computed: its logits are what the next token is drawn from.
         hit = self._cache.longest(tokens, max_length=len(tokens) - 1)
         if hit is not None:
-            running.keys_values, running.computed = hit.keys_values, hit.length
+            running.row.keys_values, running.row.computed = hit.keys_values, hit.length
             self._counts["reused_tokens"] += hit.length
         running.kv_version = self._version
 
-    def _forward(self, batch: list[_Running]) -> torch.Tensor:
-        """Logits float32 [B, vocabulary] after each request's last token; key/values of the new tokens are kept."""
-        num_past = max(r.computed for r in batch)
-        num_new = max(r.num_pending for r in batch)
-        device = next(self._model.parameters()).device
-        ids = torch.full((len(batch), num_new), self._pad_id, dtype=torch.long)
-        mask = torch.zeros((len(batch), num_past + num_new), dtype=torch.long)
-        positions = torch.zeros((len(batch), num_new), dtype=torch.long)
-        for row, running in enumerate(batch):
-            pending = running.num_pending
-            ids[row, num_new - pending :] = torch.tensor(running.tokens[running.computed :])
-            positions[row, num_new - pending :] = torch.arange(running.computed, running.computed + pending)
-            mask[row, num_past - running.computed : num_past] = 1
-            mask[row, num_past + num_new - pending :] = 1
-        cache = _gather(batch, num_past)
-        output = self._model(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            position_ids=positions.to(device),
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        self._keep(batch, cache, num_past=num_past)
-        self._counts["forward_passes"] += 1
-        logits: torch.Tensor = output.logits[:, -1].float()
-        return logits
+    def _remember(self, row: Row, length: int) -> None:
+        if length > 0 and row.keys_values is not None:
+            self._cache.store(np.asarray(row.tokens[:length], np.int32), row.keys_values[:, :, :, :length])
 
-    def _keep(self, batch: list[_Running], cache: DynamicCache, *, num_past: int) -> None:
-        layers: list[Any] = cache.layers
-        new = torch.stack(
-            [torch.stack((layer.keys[:, :, num_past:], layer.values[:, :, num_past:])) for layer in layers]
-        )  # [layers, 2, B, heads, new, head_dim]
-        for row, running in enumerate(batch):
-            pending = running.num_pending
-            fresh = new[:, :, row, :, new.shape[4] - pending :]
-            known = running.keys_values
-            running.keys_values = fresh.clone() if known is None else torch.cat((known, fresh), dim=3)
-            running.computed += pending
-            self._counts["computed_tokens"] += pending
-
-    def _sample(self, batch: list[_Running], logits: torch.Tensor) -> None:
-        logprobs = torch.log_softmax(logits / self._config.temperature, dim=-1)
-        draws = torch.tensor([uniform(r.request.seed, len(r.sampled)) for r in batch], dtype=torch.float64)
-        cumulative = logprobs.double().exp().cumsum(-1)
-        # Scaling by the last entry keeps a draw near 1 inside the vocabulary in spite of rounding.
-        chosen = torch.searchsorted(cumulative, (draws.to(logits.device) * cumulative[:, -1])[:, None], right=True)
-        chosen = chosen.clamp_(max=logits.shape[-1] - 1)[:, 0]
-        greedy = torch.tensor([r.request.greedy for r in batch], device=logits.device)
-        chosen = torch.where(greedy, logits.argmax(-1), chosen)
-        values = logprobs.gather(-1, chosen[:, None])[:, 0]
-        for running, token, logprob in zip(batch, chosen.tolist(), values.tolist(), strict=True):
-            self._record(running, token, logprob)
-        self._counts["sampled_tokens"] += len(batch)
-
-    def _record(self, running: _Running, token: int, logprob: float) -> None:
-        first = not running.sampled
-        running.sampled.append(token)
-        running.logprobs.append(logprob)
+    def _stamp(self, running: _Running) -> None:
+        row, first = running.row, len(running.row.sampled) == 1
         running.version_min = self._version if first else min(running.version_min, self._version)
         running.version_max = max(running.version_max, self._version)
         running.kv_version_min = running.kv_version if first else min(running.kv_version_min, running.kv_version)
-        if token in self._stop_ids:
+        if row.sampled[-1] in self._stop_ids:
             running.stop = StopReason.STOP
-        elif len(running.sampled) >= running.request.max_tokens:
+        elif len(row.sampled) >= running.request.max_tokens:
             running.stop = StopReason.LENGTH
+
+
+def _alike(ready: list[_Running]) -> list[list[_Running]]:
+    """Requests whose padded forward passes waste little: pending counts within a factor of two."""
+    batches: dict[int, list[_Running]] = {}
+    for running in ready:
+        batches.setdefault((running.row.num_pending - 1).bit_length(), []).append(running)
+    return list(batches.values())
 
 
 def _settle(loads: list[_Load], error: Exception | None = None) -> None:
@@ -343,61 +295,3 @@ def _settle(loads: list[_Load], error: Exception | None = None) -> None:
             load.done.set_result(None)
         else:
             load.done.set_exception(error)
-
-
-def uniform(seed: int, index: int) -> float:
-    """The `index`-th number in [0, 1) of a request's stream; a function of nothing else."""
-    digest = hashlib.blake2b(index.to_bytes(8, "little"), key=(seed % (1 << 64)).to_bytes(8, "little"), digest_size=8)
-    return (int.from_bytes(digest.digest(), "little") >> 11) / (1 << 53)
-
-
-def _alike(active: list[_Running]) -> list[list[_Running]]:
-    """Requests whose padded forward passes waste little: pending counts within a factor of two."""
-    batches: dict[int, list[_Running]] = {}
-    for running in active:
-        batches.setdefault((running.num_pending - 1).bit_length(), []).append(running)
-    return list(batches.values())
-
-
-def _gather(batch: list[_Running], num_past: int) -> DynamicCache:
-    """Key/values of a batch, padded on the left to `num_past`."""
-    known = next((r.keys_values for r in batch if r.keys_values is not None), None)
-    if known is None:
-        return DynamicCache()
-    layers, _, heads, _, head_dim = known.shape
-    past = known.new_zeros((layers, 2, len(batch), heads, num_past, head_dim))
-    for row, running in enumerate(batch):
-        if running.keys_values is not None:
-            past[:, :, row, :, num_past - running.computed :] = running.keys_values
-    return DynamicCache([(layer[0], layer[1]) for layer in past])
-
-
-def load_model(path: Path, *, threads: int) -> torch.nn.Module:
-    """A float32 transformers decoder from a local folder; sets this process's torch threads.
-
-    Raises PolicyError when the folder holds no model.
-    """
-    torch.set_num_threads(threads)
-    try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} holds no transformers model: {error}") from error
-    return model
-
-
-def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Copy a safetensors file into `model` in place. Raises PolicyError unless names and shapes are the model's own."""
-    try:
-        tensors = load_file(path)
-    except Exception as error:  # safetensors raises errors of its own that it does not export
-        raise PolicyError(f"{path} cannot be read as safetensors: {error}") from error
-    own = dict(model.state_dict(keep_vars=True))
-    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    wrong = [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-    if missing or extra or wrong:
-        raise PolicyError(
-            f"{path} does not fit the model: missing {missing[:3]}, unexpected {extra[:3]}, other shapes {wrong[:3]}"
-        )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
