@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,17 +91,25 @@ class FrozenLakeTasks:
 class Game:
     """One episode without asyncio: where the agent stands, turns used, and the ice's own randomness."""
 
-    __slots__ = ("_options", "_phrasing", "cell", "lake", "over", "rng", "slippery", "turns")
+    __slots__ = ("_options", "_phrasing", "_rng", "_seed", "cell", "lake", "over", "slippery", "turns")
 
-    def __init__(self, task: Task, *, options: FrozenLakeOptions, rng: np.random.Generator) -> None:
+    def __init__(self, task: Task, *, options: FrozenLakeOptions, seed: int) -> None:
         self._options = options
         self._phrasing = PHRASINGS[options.style]
         self.lake = Lake.parse(task.data["map"])
         self.slippery = bool(task.data["slippery"])
-        self.rng = rng
+        self._seed = seed
+        self._rng: np.random.Generator | None = None
         self.cell = self.lake.start
         self.turns = 0
         self.over = False
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Made at first use: firm ice never draws, and seeding costs more than the rest of a turn."""
+        if self._rng is None:
+            self._rng = np.random.default_rng(self._seed)
+        return self._rng
 
     @property
     def max_turns(self) -> int:
@@ -119,7 +126,8 @@ class Game:
         move = self._phrasing.read(answer)
         before = self.cell
         if move is not None:
-            self.cell = draw_transition(self._possible(move), self.rng)
+            possible = self._possible(move)
+            self.cell = draw_transition(possible, self.rng) if len(possible) > 1 else possible[0][1]
         self.turns += 1
         kind = self.lake.text[self.cell]
         terminated = kind in "HG"
@@ -137,10 +145,12 @@ class Game:
         """The answer text of a move."""
         return self._phrasing.write(move)
 
-    def fork(self, rng: np.random.Generator) -> Game:
+    def fork(self, seed: int) -> Game:
         """An independent game in the same state on ice of its own; every other part is immutable and may be shared."""
-        child = copy(self)
-        child.rng = rng
+        child = object.__new__(Game)
+        child._options, child._phrasing, child._seed, child._rng = self._options, self._phrasing, seed, None
+        child.lake, child.slippery, child.cell = self.lake, self.slippery, self.cell
+        child.turns, child.over = self.turns, self.over
         return child
 
     def state(self) -> dict[str, Any]:
@@ -157,9 +167,8 @@ class Game:
     @classmethod
     def resume(cls, state: Mapping[str, Any], *, options: FrozenLakeOptions) -> Game:
         """The game that `state` described; ValueError or KeyError when it is not such a state."""
-        rng = np.random.default_rng()
-        rng.bit_generator.state = state["rng"]
-        game = cls(Task("resumed", state), options=options, rng=rng)
+        game = cls(Task("resumed", state), options=options, seed=0)
+        game.rng.bit_generator.state = state["rng"]
         if not 0 <= int(state["cell"]) < len(game.lake.text):
             raise ValueError(f"cell {state['cell']} is outside map {game.lake.rows}")
         game.cell, game.turns, game.over = int(state["cell"]), int(state["turns"]), bool(state["over"])
@@ -186,7 +195,7 @@ class FrozenLake:
 
     async def reset(self, task: Task, *, seed: int) -> tuple[Message, ...]:
         """Start the task; ValueError or KeyError when its data is no lake."""
-        self._game = Game(task, options=self._options, rng=np.random.default_rng(seed))
+        self._game = Game(task, options=self._options, seed=seed)
         return self._game.opening()
 
     async def step(self, action: str) -> StepResult:
@@ -194,7 +203,7 @@ class FrozenLake:
 
     async def fork(self, *, seed: int) -> FrozenLake:
         child = FrozenLake(self._options)
-        child._game = self._started().fork(np.random.default_rng(seed))
+        child._game = self._started().fork(seed)
         return child
 
     def snapshot(self) -> bytes:

@@ -28,7 +28,8 @@ def demonstration(
     """Play `task`: with probability `random_move_rate` a uniformly random move, otherwise a random one of the moves
     that begin a shortest path. On slippery ice the shortest path is walked as if there were no slipping.
     """
-    game = Game(task, options=options or FrozenLakeOptions(), rng=rng)
+    ice_seed = int(rng.integers(1 << 63)) if task.data["slippery"] else 0  # firm ice draws nothing
+    game = Game(task, options=options or FrozenLakeOptions(), seed=ice_seed)
     opening = game.opening()
     turns: list[tuple[str, str]] = []
     reward = 0.0

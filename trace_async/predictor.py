@@ -116,6 +116,9 @@ class BetaPredictor:
         self._prompts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # s, f; longest unseen first
         self._first_visits = np.zeros(2)  # successes, failures
         self._alive = np.zeros((NUM_DEPTHS, 2))  # [t] S_t, F_t
+        # Derived from the counts; None when these have changed.
+        self._survived: list[float] | None = None
+        self._rate: float | None = None
 
     @property
     def version(self) -> int:
@@ -124,17 +127,22 @@ class BetaPredictor:
 
     def score_prompt(self, prompt_id: str) -> Belief:
         """Posterior of the prompt."""
-        rate = (self._first_visits[0] + 1.0) / (self._first_visits.sum() + 2.0)
+        if self._rate is None:
+            self._rate = float((self._first_visits[0] + 1.0) / (self._first_visits.sum() + 2.0))
+        rate = self._rate
         successes, failures = self._prompts.get(prompt_id, (0.0, 0.0))
         weight = self._options.prior_rollouts
         return Belief(float(weight * rate + successes), float(weight * (1.0 - rate) + failures))
 
     def predict(self, prefixes: Sequence[Prefix]) -> FloatArray:
         """Posterior mean of each prefix's prompt, moved by the turns it has survived."""
-        mean = np.array([self.score_prompt(prefix.prompt_id).mean for prefix in prefixes])
-        depth = np.array([min(prefix.turn_index, NUM_DEPTHS - 1) for prefix in prefixes], np.int64)
-        log_odds = np.log(mean) - np.log1p(-mean) + self._survival_log_odds()[depth]
-        return np.asarray(1.0 / (1.0 + np.exp(-log_odds)), np.float32)
+        survived = self._survival_log_odds()
+        success = np.empty(len(prefixes), np.float32)
+        for place, prefix in enumerate(prefixes):
+            alpha, beta = self.score_prompt(prefix.prompt_id)
+            log_odds = math.log(alpha / beta) + survived[min(prefix.turn_index, NUM_DEPTHS - 1)]
+            success[place] = 0.5 + 0.5 * math.tanh(0.5 * log_odds)
+        return success
 
     def observe(self, group: Group) -> None:
         """Count the group's rollouts from the prompt; those that failed or were closed tell nothing."""
@@ -143,6 +151,7 @@ class BetaPredictor:
             return
         successes = np.array([group.outcome[end] > SUCCESS_ABOVE for end, _ in rollouts])
         drawn = np.array([successes.sum(), (~successes).sum()], np.float64)
+        self._survived = self._rate = None
         keep = (1.0 - 1.0 / self._options.memory_rollouts) ** len(rollouts)
         if group.prompt_id not in self._prompts:
             self._first_visits = self._first_visits * keep + drawn
@@ -171,13 +180,16 @@ class BetaPredictor:
         while len(prompts) > self._options.max_prompts:
             prompts.popitem(last=False)
         self._prompts, self._first_visits, self._alive, self._version = prompts, first_visits, alive, version
+        self._survived = self._rate = None
 
-    def _survival_log_odds(self) -> Floats:
-        """[t] log of (S_t / S_0) / (F_t / F_0), shrunk."""
-        rate = (self._alive[0] + 1.0) / (self._alive[0].sum() + 2.0)
-        log_counts = np.log(self._alive + rate)
-        survived = log_counts - log_counts[0]
-        return np.asarray(survived[:, 0] - survived[:, 1])
+    def _survival_log_odds(self) -> list[float]:
+        """[t] log of (S_t / S_0) / (F_t / F_0), shrunk; kept until the counts change."""
+        if self._survived is None:
+            rate = (self._alive[0] + 1.0) / (self._alive[0].sum() + 2.0)
+            log_counts = np.log(self._alive + rate)
+            survived = log_counts - log_counts[0]
+            self._survived = (survived[:, 0] - survived[:, 1]).tolist()
+        return self._survived
 
 
 def _prompt_rollouts(group: Group) -> list[tuple[int, int]]:

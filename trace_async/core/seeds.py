@@ -8,6 +8,7 @@ that plays it, or on how often its lease was issued (the attempt is left out on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 _SAMPLING = b"sampling"
@@ -26,8 +27,14 @@ def env_seed(run_seed: int, prompt_id: str, round_index: int, path: Sequence[int
 
 
 def _hash(domain: bytes, run_seed: int, prompt_id: str, round_index: int, path: Sequence[int]) -> int:
+    state = _visit(domain, run_seed, prompt_id, round_index).copy()
+    state.update(",".join([str(int(number)) for number in path]).encode())
+    return int.from_bytes(state.digest(), "big") & _MASK_63
+
+
+@lru_cache(maxsize=1024)
+def _visit(domain: bytes, run_seed: int, prompt_id: str, round_index: int) -> blake2b:
+    """The hash of everything in front of the path; the same for every node of a tree."""
     # The id is preceded by its length in bytes, so no id can imitate the fields around it.
     name = prompt_id.encode()
-    numbers = ",".join(str(int(number)) for number in path)
-    text = b"%d|%d:%s|%d|%s" % (run_seed, len(name), name, round_index, numbers.encode())
-    return int.from_bytes(blake2b(text, digest_size=8, person=domain).digest(), "big") & _MASK_63
+    return blake2b(b"%d|%d:%s|%d|" % (run_seed, len(name), name, round_index), digest_size=8, person=domain)
