@@ -123,7 +123,7 @@ class Actor:
             tasks.append(group.create_task(self._heed_stop(), name="stop"))
             await self._draining.wait()
             await self._finish_trees()
-            if not self._channel.stopped.is_set() and not await self._channel.say_bye():
+            if not await self._channel.say_bye():
                 log.warning("actor %s: the learner did not hear the Bye", self._actor_id)
             for task in tasks:
                 task.cancel()
@@ -273,6 +273,7 @@ class Actor:
 
     def _counters(self) -> dict[str, float]:
         return {
+            **self._engine.counters(),
             "turns": self._tally.turns,
             "invalid_turns": self._tally.invalid_turns,
             "sampled_tokens": self._tally.sampled_tokens,
@@ -281,7 +282,6 @@ class Actor:
             "refused_groups": self._refused_groups,
             "returned_leases": self._returned_leases,
             "wall_s": self._clock() - self._started_s,
-            **self._engine.counters(),
         }
 
 

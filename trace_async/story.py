@@ -61,8 +61,10 @@ class TreeStory:
         self._waiting[node_id] = (phase, self._clock())
 
     def leave(self, node_id: int) -> None:
-        """`node_id` waits no more."""
+        """`node_id` waits no more; after the last one it is the prompt's turn again, until its tree's task wakes."""
         self._waiting.pop(node_id, None)
+        if not self._waiting:
+            self.enter(ROOT, "environment")
 
     def waiting(self) -> list[Waiting]:
         """Nodes that wait, longest first."""
