@@ -3,7 +3,7 @@
 Rules as gymnasium's FrozenLake-v1 with reward 1 at the goal and 0 elsewhere; maps as in rLLM's FrozenLake (size drawn
 from `sizes`, frozen share uniform in [min_frozen, max_frozen], random start and goal), kept only when the shortest path
 fits the turn limit. Invariants: a task depends on (options, split, index) alone; equal reset or fork seeds and equal
-actions give equal replies; an unreadable action costs a turn and is never an error. What the policy reads and writes
+actions give equal replies; an unreadable action costs a turn, or the game, and is never an error. What the policy reads and writes
 is in `frozenlake_text`.
 """
 
@@ -35,6 +35,7 @@ class FrozenLakeOptions:
     success_rate: float = 1.0 / 3.0  # slippery only: probability that the move goes where it was meant to
     style: str = "compact"  # "compact" for tiny policies, "full" for language models
     max_turns_per_size: int = 2  # turn limit = this times the side length
+    unreadable_ends: bool = False  # an answer that cannot be read ends the game, instead of costing a turn
     map_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class Game:
             self.cell = draw_transition(possible, self.rng) if len(possible) > 1 else possible[0][1]
         self.turns += 1
         kind = self.lake.text[self.cell]
-        terminated = kind in "HG"
+        terminated = kind in "HG" or (move is None and self._options.unreadable_ends)
         truncated = not terminated and self.turns >= self.max_turns
         self.over = terminated or truncated
         return StepResult(

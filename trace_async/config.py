@@ -91,6 +91,7 @@ class LearnerConfig:
     learning_rate: float = 1e-4  # AdamW, constant after the warm-up
     adam_beta1: float = 0.9  # decay of the gradient's mean
     adam_beta2: float = 0.95  # decay of the gradient's square
+    adam_eps: float = 1e-6  # at 1e-8 the output rows of unused words, whose gradients are tiny, move at full speed
     weight_decay: float = 0.0  # AdamW's, on matrices
     warmup_steps: int = 0  # steps of linear rise to the learning rate
     max_grad_norm: float = 1.0  # gradients are clipped to this norm

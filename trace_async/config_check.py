@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "learner.learning_rate": _POSITIVE,
     "learner.adam_beta1": Range(0, 1, below=True),
     "learner.adam_beta2": Range(0, 1, below=True),
+    "learner.adam_eps": Range(0, above=True),
     "learner.weight_decay": Range(0),
     "learner.warmup_steps": _COUNT_OR_NONE,
     "learner.max_grad_norm": _POSITIVE,

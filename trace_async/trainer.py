@@ -59,6 +59,7 @@ class Trainer:
             self.model.parameters(),
             lr=learner.learning_rate,
             betas=(learner.adam_beta1, learner.adam_beta2),
+            eps=learner.adam_eps,
             weight_decay=learner.weight_decay,
         )
 

@@ -96,6 +96,16 @@ def test_a_full_episode_tells_rules_grid_turns_left_and_what_was_wrong() -> None
     asyncio.run(episode())
 
 
+def test_an_unreadable_answer_ends_the_game_without_reward_where_the_options_say_so() -> None:
+    async def episode() -> None:
+        environment = FrozenLake(FrozenLakeOptions(unreadable_ends=True))
+        await environment.reset(SMALL, seed=0)
+        (result,) = await play(environment, ["sideways"])
+        assert (result.valid, result.terminated, result.reward, result.messages) == (False, True, 0.0, ())
+
+    asyncio.run(episode())
+
+
 def test_tasks_are_json_the_same_for_ever_and_winnable_within_the_turn_limit() -> None:
     options = FrozenLakeOptions(sizes=(2, 3, 4, 9), slippery=True)
     for split in ("train", "heldout"):
