@@ -29,6 +29,9 @@ import uvloop
 
 from envs.frozenlake_map import MOVES
 from envs.registry import load_environment
+from trace_async.acting.expansion import GrowthParts, grow_tree
+from trace_async.acting.story import Tally, TreeStory
+from trace_async.acting.turns import TurnPlayer
 from trace_async.core.types import (
     GenerateRequest,
     Generation,
@@ -41,11 +44,9 @@ from trace_async.core.types import (
     TreeBudget,
 )
 from trace_async.environment import EnvironmentKit
-from trace_async.expansion import GrowthParts, grow_tree
 from trace_async.methods.allocators import make_allocator
-from trace_async.predictor import BatchScorer, make_predictor
-from trace_async.story import Tally, TreeStory
-from trace_async.turns import TurnPlayer
+from trace_async.predictor import make_predictor
+from trace_async.scoring import BatchScorer
 
 ROOTS, CONTINUATIONS = 4, 8
 LIVE_TREES = 16

@@ -3,8 +3,8 @@
 Rules as gymnasium's FrozenLake-v1 with reward 1 at the goal and 0 elsewhere; maps as in rLLM's FrozenLake (size drawn
 from `sizes`, frozen share uniform in [min_frozen, max_frozen], random start and goal), kept only when the shortest path
 fits the turn limit. Invariants: a task depends on (options, split, index) alone; equal reset or fork seeds and equal
-actions give equal replies; an unreadable action costs a turn, or the game, and is never an error. What the policy reads and writes
-is in `frozenlake_text`.
+actions give equal replies; an unreadable action costs a turn, or the game, and is never an error. What the policy reads
+and writes is in `frozenlake_text`.
 """
 
 from __future__ import annotations

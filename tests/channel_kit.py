@@ -14,10 +14,10 @@ import zmq
 import zmq.asyncio
 
 from tests.builders import chain_group
-from trace_async import wire
-from trace_async.channel import ActorChannel
-from trace_async.channel_learner import LearnerChannel
 from trace_async.core.types import ActorStatus, Group
+from trace_async.transport import wire
+from trace_async.transport.channel import ActorChannel
+from trace_async.transport.channel_learner import LearnerChannel
 
 HEARTBEAT_S = 0.05
 DEAD_AFTER_S = 0.5

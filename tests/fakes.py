@@ -40,7 +40,7 @@ from trace_async.core.types import (
     VersionNotice,
 )
 from trace_async.environment import Branching, StepResult
-from trace_async.wire import Ack, decode_group, encode_group
+from trace_async.transport.wire import Ack, decode_group, encode_group
 
 STOP_ID = 1
 """The token with which `ScriptedEngine` ends a turn."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trace_async.config import CoordinatorConfig, TreeConfig
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
+from trace_async.coordination.leases import Counts
+from trace_async.coordination.rounds import RoundPlanner
+from trace_async.coordination.slots import Arrival, SlotState, parse_lease_id
 from trace_async.core.types import GroupVerdict, Json, Lease, Task
-from trace_async.leases import Counts
 from trace_async.ledger import Ledger
 from trace_async.prompts import PromptStream
-from trace_async.rounds import RoundPlanner
-from trace_async.slots import Arrival, SlotState, parse_lease_id
 
 FAR = 10**9
 """Wanted roots of a run without end."""

@@ -18,21 +18,21 @@ from typing import Protocol
 import numpy as np
 
 from tests.builders import group_from_spec, spec
-from trace_async import wire
-from trace_async.batching import BatchRule
-from trace_async.channel_learner import ChannelHandler
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
+from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
 from trace_async.core.types import ActorStatus, Group, Json, Lease, Task, TreePhase, VersionNotice
-from trace_async.learner import Learner
-from trace_async.learner_parts import LearnerParts, LearnerSetup
+from trace_async.learning.batching import BatchRule
+from trace_async.learning.learner import Learner
+from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.ledger import Ledger
 from trace_async.methods.credit import sibling_credit
 from trace_async.metrics import Row
 from trace_async.predictor import make_predictor
 from trace_async.prompts import PromptStream
-from trace_async.rounds import RoundPlanner
 from trace_async.run_folder import RunFolder
+from trace_async.transport import wire
+from trace_async.transport.channel_learner import ChannelHandler
 
 ROADS = CoordinatorConfig(
     max_age_steps=2, soft_age_steps=1, lease_deadline_s=30.0, max_attempts=3, heartbeat_s=1.0, dead_after_s=10.0

@@ -28,12 +28,12 @@ from tests.fakes import (
     pareto,
     unit,
 )
-from trace_async import channel
-from trace_async.actor import Actor, Channel
+from trace_async.acting.actor import Actor, Channel
+from trace_async.acting.expansion import GrowthParts
+from trace_async.acting.turns import TurnPlayer
 from trace_async.core.types import Json, Lease, NodeState, VersionNotice
 from trace_async.errors import EngineError, InvariantError, PolicyError
-from trace_async.expansion import GrowthParts
-from trace_async.turns import TurnPlayer
+from trace_async.transport import channel
 
 
 def a_real_channel_fits(real: channel.ActorChannel) -> Channel:

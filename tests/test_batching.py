@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.builders import TurnSpec, chain_group, group_from_spec, spec
-from trace_async.batching import BatchRule, make_batch
 from trace_async.core.types import Group, GroupVerdict
 from trace_async.errors import InvariantError
+from trace_async.learning.batching import BatchRule, make_batch
 from trace_async.methods.credit import sibling_credit
 
 RULE = BatchRule(credit=sibling_credit, soft_age_steps=1, max_age_steps=2, pad_id=0, micro_batch_tokens=64)

@@ -30,12 +30,12 @@ from tests.channel_kit import (
     running,
     say,
 )
-from trace_async import wire
-from trace_async.channel import ActorChannel
-from trace_async.channel_learner import LearnerChannel
 from trace_async.core.types import Group, VersionNotice
 from trace_async.errors import ConfigError, InvariantError, WireError
 from trace_async.ledger import Ledger
+from trace_async.transport import wire
+from trace_async.transport.channel import ActorChannel
+from trace_async.transport.channel_learner import LearnerChannel
 
 NOTICE = VersionNotice(version=1, epoch=1, weights="w", digest="d")
 

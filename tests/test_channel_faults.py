@@ -26,8 +26,8 @@ from tests.channel_kit import (
     say,
     status,
 )
-from trace_async import wire
-from trace_async.peers import MAX_OUTBOX
+from trace_async.transport import wire
+from trace_async.transport.peers import MAX_OUTBOX
 
 
 @on_both_loops

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trace_async.checkpoint import list_steps, newest_checkpoint, next_epoch, read_state, write_checkpoint
 from trace_async.errors import UserError
+from trace_async.learning.checkpoint import list_steps, newest_checkpoint, next_epoch, read_state, write_checkpoint
 
 
 def fill(directory: Path) -> None:

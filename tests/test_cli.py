@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from trace_async.app.where import describe
 from trace_async.cli import build_parser, main
 from trace_async.config import Config
 from trace_async.config_load import save_config
 from trace_async.run_folder import RunFolder, write_json
-from trace_async.where import describe
 
 STATUS: dict[str, object] = {
     "updated_unix_s": 1000.0,

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tests.fleet_world import FAR, World, make_coordinator, make_road_config, make_tree_config
+from trace_async.coordination.leases import REJECTED
+from trace_async.coordination.slots import Arrival, SlotState
 from trace_async.core.types import GroupVerdict
 from trace_async.errors import InvariantError
-from trace_async.leases import REJECTED
-from trace_async.slots import Arrival, SlotState
 
 
 def one_actor(*, max_age_steps: int = 2, max_attempts: int = 3, capacity: int = 8) -> World:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.fakes import FakeClock
-from trace_async.display import (
+from trace_async.app.display import (
     Display,
     View,
     draw_line,

@@ -8,10 +8,10 @@ import pytest
 
 from tests.fakes import CoinEnvironment, Fault, ScriptedEngine, WordRenderer, World, loop_clock, no_fault, now_and_then
 from tests.virtual_time import run
+from trace_async.acting.turns import TurnPlayer
+from trace_async.app.evaluate import Evaluation, Evaluator, wilson_interval
 from trace_async.core.types import Task
 from trace_async.errors import EngineError, InvariantError
-from trace_async.evaluate import Evaluation, Evaluator, wilson_interval
-from trace_async.turns import TurnPlayer
 
 TASKS = [Task(f"t{index}", {}) for index in range(30)]
 

@@ -32,14 +32,14 @@ from tests.fakes import (
     pareto,
     unit,
 )
+from trace_async.acting.expansion import GrowthParts, grow_tree
+from trace_async.acting.story import Tally, TreeStory, Waiting
+from trace_async.acting.turns import TurnPlayer
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
 from trace_async.core.types import Grant, GrownBy, Lease, NodeState
 from trace_async.errors import EngineError, EnvironmentFailure, InvariantError, PredictorError
-from trace_async.expansion import GrowthParts, grow_tree
 from trace_async.methods.allocators import Allocator, make_allocator
-from trace_async.story import Tally, TreeStory, Waiting
-from trace_async.turns import TurnPlayer
 
 ENVIRONMENTS: dict[str, type[CoinEnvironment]] = {"fork": CoinEnvironment, "replay": ReplayCoin, "none": OneWayCoin}
 MAX_TURNS = 6

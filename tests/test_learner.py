@@ -26,11 +26,11 @@ from tests.learner_world import (
     pure,
 )
 from tests.virtual_time import run
-from trace_async import wire
-from trace_async.checkpoint import list_steps, newest_checkpoint, read_state
 from trace_async.config import LearnerConfig
 from trace_async.core.types import ActorStatus, Group, GroupVerdict, Lease
+from trace_async.learning.checkpoint import list_steps, newest_checkpoint, read_state
 from trace_async.ledger import Ledger
+from trace_async.transport import wire
 
 
 def world_of(root: Path, *actors: FakeActor, max_steps: int = 4, max_age_steps: int = 2) -> LearnerWorld:
@@ -303,11 +303,11 @@ def first_stall_s(world: LearnerWorld) -> float:
                 self.at_s.append(asyncio.get_running_loop().time())
 
     named = Named()
-    logging.getLogger("trace_async.learner").addHandler(named)
+    logging.getLogger("trace_async.learning.learner").addHandler(named)
     try:
         run(world.train_and_kill(100.0))
     finally:
-        logging.getLogger("trace_async.learner").removeHandler(named)
+        logging.getLogger("trace_async.learning.learner").removeHandler(named)
     return named.at_s[0]
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.builders import chain_group, make_lease
-from trace_async import wire
 from trace_async.core.types import GroupVerdict
 from trace_async.errors import InvariantError, UserError
 from trace_async.ledger import Ledger, LedgerCounts
+from trace_async.transport import wire
 
 FRAMES = wire.encode_group(chain_group())
 

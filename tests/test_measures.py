@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import chain_group, group_from_spec, spec
-from trace_async.batching import Batch, BatchRule, make_batch
 from trace_async.core.types import ActorStatus, Group, GrownBy, Score
-from trace_async.measures import Rates, batch_measures, root_outcomes
+from trace_async.learning.batching import Batch, BatchRule, make_batch
+from trace_async.learning.measures import Rates, batch_measures, root_outcomes
 from trace_async.methods.credit import sibling_credit
 
 RULE = BatchRule(credit=sibling_credit, soft_age_steps=1, max_age_steps=2, pad_id=0, micro_batch_tokens=64)

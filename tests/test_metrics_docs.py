@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
-SOURCES = ("measures.py", "train_loop.py", "trainer.py", "metrics.py", "methods/objective.py")
+SOURCES = ("learning/measures.py", "learning/train_loop.py", "trainer.py", "metrics.py", "methods/objective.py")
 STAGES = "training|timing_s|rollout|critic|predictor|engine|wire|groups|permits|shelf|staleness|actor|objective"
 KEY = re.compile(rf"(?:{STAGES}|<x>)/[\w<>/]+")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trace_async.app.report import Summary, summarize, summary_lines, write_report
 from trace_async.metrics import STEP, MetricsWriter
-from trace_async.report import Summary, summarize, summary_lines, write_report
 from trace_async.run_folder import RunFolder, write_json
 
 

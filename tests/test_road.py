@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.builders import make_lease
 from tests.channel_kit import RESEND_S, WELCOME, Recorder, a_group, hello, status
-from trace_async import wire
 from trace_async.core.types import VersionNotice
 from trace_async.errors import WireError
-from trace_async.peers import MAX_OUTBOX, MAX_REPLIES, Peers
-from trace_async.road import MAX_WAITING_LEASES, ActorRoad
+from trace_async.transport import wire
+from trace_async.transport.peers import MAX_OUTBOX, MAX_REPLIES, Peers
+from trace_async.transport.road import MAX_WAITING_LEASES, ActorRoad
 
 GROUP = a_group()
 HELLO_1 = wire.encode(replace(hello(), incarnation="1"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trace_async.app.run_claim import claim
 from trace_async.config import Config, LearnerConfig, RunConfig
 from trace_async.config_load import load_saved_config
 from trace_async.errors import ConfigError, UserError
-from trace_async.run_claim import claim
 
 
 def config(tmp_path: Path, *, seed: int = 0, max_steps: int = 60) -> Config:

@@ -13,7 +13,8 @@ import pytest
 from tests.virtual_time import run
 from trace_async.core.types import FloatArray, Group, Json, Prefix, Score
 from trace_async.errors import PredictorError
-from trace_async.predictor import BatchScorer, Belief
+from trace_async.predictor import Belief
+from trace_async.scoring import BatchScorer
 
 
 def prefix_of(prompt_id: str, turn_index: int) -> Prefix:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.builders import make_lease
+from trace_async.acting.story import Tally, TreeStory
 from trace_async.core.types import ROOT
-from trace_async.story import Tally, TreeStory
 
 
 def test_a_tree_whose_last_node_has_left_and_whose_task_has_not_woken_still_has_a_phase() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from trace_async.app.supervise import ChildFailed, Interrupted, Supervisor
 from trace_async.config import ActorConfig, Config
 from trace_async.run_folder import RunFolder
-from trace_async.supervise import ChildFailed, Interrupted, Supervisor
 
 # One line per event in RUN/story. What a role does is a line of Python in RUN/ROLE.do, by default the good run.
 PROGRAM = """

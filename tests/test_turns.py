@@ -13,10 +13,10 @@ import pytest
 
 from tests import virtual_time
 from tests.fakes import STOP_ID, CoinEnvironment, ScriptedEngine, WordRenderer, World, loop_clock
+from trace_async.acting.turns import Engine, TurnPlayer
 from trace_async.core.types import GenerateRequest, Generation, IntArray, Message, StopReason, Task, Turn
 from trace_async.environment import Branching, StepResult
 from trace_async.errors import EngineError, EnvironmentFailure, EnvironmentTimeout, InvariantError
-from trace_async.turns import Engine, TurnPlayer
 
 PREFIX: IntArray = np.array([5, 6, 7, 8], dtype=np.int32)
 REPLY = StepResult(messages=(Message("user", "you see nothing"),), reward=0.25, terminated=False)

@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trace_async import commands
+from trace_async.app import commands
+from trace_async.app.supervise import INTERRUPTED, USER_ERROR, ChildFailed, Interrupted
 from trace_async.errors import TraceAsyncError, UserError
 from trace_async.run_folder import RunFolder
-from trace_async.supervise import INTERRUPTED, USER_ERROR, ChildFailed, Interrupted
 
 _FAILURE = 1
 

@@ -28,7 +28,7 @@ from typing import NamedTuple, Self
 
 from trace_async.core.types import GroupVerdict, Lease
 from trace_async.errors import InvariantError, UserError, WireError
-from trace_async.wire import MAX_ARRAYS, Frames, LeaseMessage, decode, encode
+from trace_async.transport.wire import MAX_ARRAYS, Frames, LeaseMessage, decode, encode
 
 LAYOUT = 1
 """Changes with the tables below; stored in the file."""

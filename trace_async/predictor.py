@@ -1,14 +1,12 @@
 """What a rollout's chance of success is, before and while it is played; serves the allocator and nothing else.
 
-Owns the `Predictor` Protocol, `BetaPredictor`, and `BatchScorer`, which asks a predictor for many prefixes at once.
-Invariants: a prediction looks at a prefix's past only; state is bounded; `state` and `load` are exact inverses, so a
-resumed run predicts to the bit what the killed one would have; whoever waits for a score gets one or a PredictorError.
-Needs no torch. Outcomes above 0.5 count as successes.
+Owns the `Predictor` Protocol and `BetaPredictor`; `scoring.py` asks a predictor for many prefixes at once. Invariants:
+a prediction looks at a prefix's past only; state is bounded; `state` and `load` are exact inverses, so a resumed run
+predicts to the bit what the killed one would have. Needs no torch. Outcomes above 0.5 count as successes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import FloatArray, Group, GrownBy, Json, NodeState, Prefix, Score
-from trace_async.errors import ConfigError, PredictorError
+from trace_async.core.types import FloatArray, Group, GrownBy, Json, NodeState, Prefix
+from trace_async.errors import ConfigError
 from trace_async.methods.registry import pick, read_options
 
 Floats = NDArray[np.float64]
@@ -232,71 +230,6 @@ def _counts(values: Any, what: str) -> tuple[float, float]:
     if len(numbers) != 2 or not good:
         raise ValueError(f"state of a beta predictor: {what} must be two counts >= 0, got {values!r}")
     return float(numbers[0]), float(numbers[1])
-
-
-class BatchScorer:
-    """Scores prefixes for concurrent coroutines: whatever is asked in one turn of the event loop is one `predict` call.
-
-    Waits for nothing but the next turn of the loop, whose callback `_flush` wakes everybody who asked. The queue holds
-    one entry per waiting coroutine and is emptied every turn, `max_batch` prefixes to a call.
-    """
-
-    def __init__(self, predictor: Predictor, *, max_batch: int) -> None:
-        self._predictor = predictor
-        self._max_batch = max_batch
-        self._waiting: list[tuple[Prefix, asyncio.Future[Score]]] = []
-
-    @property
-    def num_waiting(self) -> int:
-        """Prefixes asked for and not yet scored (gauge)."""
-        return len(self._waiting)
-
-    async def score(self, prefix: Prefix) -> Score:
-        """The score of a prefix, stamped with the predictor's version. Raises PredictorError when there is none.
-
-        May be cancelled at any time; the others of the batch do not notice.
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Score] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._flush)
-        self._waiting.append((prefix, future))
-        return await future
-
-    def _flush(self) -> None:
-        asked, self._waiting = self._waiting, []
-        asked = [(prefix, future) for prefix, future in asked if not future.done()]
-        for start in range(0, len(asked), self._max_batch):
-            part = asked[start : start + self._max_batch]
-            self._answer([prefix for prefix, _ in part], [future for _, future in part])
-
-    def _answer(self, prefixes: list[Prefix], futures: list[asyncio.Future[Score]]) -> None:
-        version = self._predictor.version
-        try:
-            success = _checked(self._predictor.predict(prefixes), len(prefixes))
-        except Exception as error:  # noqa: BLE001  the predictor's boundary: each waiter gets the failure as its own
-            for prefix, future in zip(prefixes, futures, strict=True):
-                _fail(future, prefix, error)
-            return
-        for future, probability in zip(futures, success.tolist(), strict=True):
-            if not future.done():
-                future.set_result(Score(success=probability, predictor_version=version))
-
-
-def _fail(future: asyncio.Future[Score], prefix: Prefix, error: Exception) -> None:
-    if future.done():
-        return
-    failure = PredictorError(
-        f"prompt {prefix.prompt_id} after {prefix.turn_index} turns: {type(error).__name__}: {error}"
-    )
-    failure.__cause__ = error
-    future.set_exception(failure)
-
-
-def _checked(success: FloatArray, count: int) -> FloatArray:
-    if success.shape != (count,) or not ((success >= 0.0) & (success <= 1.0)).all():
-        raise ValueError(f"predicted {success} for {count} prefixes; need one probability each")
-    return success
 
 
 def _make_beta(options: Mapping[str, Any]) -> Predictor:

@@ -11,7 +11,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.builders import random_group
-from trace_async import wire
 from trace_async.core.types import (
     ActorStatus,
     Failure,
@@ -23,6 +22,7 @@ from trace_async.core.types import (
     TreePhase,
     VersionNotice,
 )
+from trace_async.transport import wire
 
 Message: TypeAlias = wire.ActorMessage | wire.LearnerMessage
 NAN = math.nan

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.wire.messages import EXAMPLES, Message, same
-from trace_async import wire
+from trace_async.transport import wire
 
 GOLDEN = Path(__file__).with_name("golden_frames.json")
 

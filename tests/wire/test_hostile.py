@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.builders import random_group
 from tests.wire.messages import EXAMPLE_GROUP, EXAMPLES, Message, floats, ints, messages, small_bytes
-from trace_async import wire
 from trace_async.errors import WireError
+from trace_async.transport import wire
 
 KINDS = [wire.encode(message)[0] for message in EXAMPLES]
 WRONG_VALUES: list[Any] = [None, True, 0, -1, 2**63, 10**400, 0.5, "", "x", "\ud800", [], {}, [[]], {"x": 1}, [None]]

@@ -24,9 +24,9 @@ from tests.wire.messages import (
     messages,
     same,
 )
-from trace_async import wire
 from trace_async.core.types import Task
 from trace_async.errors import WireError
+from trace_async.transport import wire
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

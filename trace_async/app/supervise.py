@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from trace_async.app.processes import ProcessTable
 from trace_async.config import Config
 from trace_async.errors import TraceAsyncError
-from trace_async.processes import ProcessTable
 from trace_async.run_folder import RunFolder
 
 _LOG = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trace_async import wire
 from trace_async.core.types import ActorStatus, Group, Lease, VersionNotice
 from trace_async.errors import InvariantError, WireError
+from trace_async.transport import wire
 
 MAX_WAITING_LEASES = 4096
 """The learner sends no more than the actor's capacity; beyond this they go back instead of piling up."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trace_async.checkpoint import newest_checkpoint, next_epoch, read_state
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
+from trace_async.coordination.slots import lease_of_group
 from trace_async.core.types import Group, Json
+from trace_async.learning.checkpoint import newest_checkpoint, next_epoch, read_state
 from trace_async.ledger import Ledger
 from trace_async.run_folder import RunFolder
-from trace_async.slots import lease_of_group
-from trace_async.wire import decode_group
+from trace_async.transport.wire import decode_group
 
 log = logging.getLogger(__name__)
 

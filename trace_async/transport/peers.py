@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trace_async import wire
 from trace_async.core.types import ActorStatus, Group, VersionNotice
 from trace_async.errors import WireError
+from trace_async.transport import wire
 
 MAX_OUTBOX = 1024
 """Messages that wait for one actor; leases are bounded by its capacity, so more means that it does not read."""

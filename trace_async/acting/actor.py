@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from trace_async.acting.expansion import GrowthParts, grow_tree
+from trace_async.acting.story import Tally, TreeStory, name_stalls
+from trace_async.acting.versions import VersionedEngine, VersionFollower, VersionRoad
 from trace_async.core.group import cut_group
 from trace_async.core.types import ROOT, ActorStatus, Group, Json, Lease, VersionNotice
 from trace_async.errors import InvariantError, Recoverable, WireError
-from trace_async.expansion import GrowthParts, grow_tree
-from trace_async.story import Tally, TreeStory, name_stalls
-from trace_async.versions import VersionedEngine, VersionFollower, VersionRoad
-from trace_async.wire import Ack, Hello
+from trace_async.transport.wire import Ack, Hello
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import CoroutineType, FrameType
 from typing import Any, NamedTuple
 
+from trace_async.acting.turns import Started
 from trace_async.core.types import ROOT, Lease, TreePhase, Turn
-from trace_async.turns import Started
 
 log = logging.getLogger(__name__)
 

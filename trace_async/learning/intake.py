@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from trace_async import wire
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
+from trace_async.coordination.slots import Arrival
 from trace_async.core.types import ActorStatus, Group, GroupVerdict, Lease, VersionNotice
 from trace_async.errors import InvariantError
+from trace_async.learning.measures import Rates
+from trace_async.learning.status import StallWatch
 from trace_async.ledger import Ledger
-from trace_async.measures import Rates
-from trace_async.slots import Arrival
-from trace_async.status import StallWatch
+from trace_async.transport import wire
 
 log = logging.getLogger(__name__)
 

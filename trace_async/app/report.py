@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from trace_async.display import format_count, format_seconds, format_share, smooth
+from trace_async.app.display import format_count, format_seconds, format_share, smooth
 from trace_async.metrics import column, read_rows
 from trace_async.run_folder import RunFolder, read_json, write_json
 

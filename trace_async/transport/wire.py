@@ -21,7 +21,7 @@ import numpy as np
 from trace_async.core.group import check_group
 from trace_async.core.types import ActorStatus, Group, Json, Lease, VersionNotice
 from trace_async.errors import WireError
-from trace_async.wire_codec import DTYPES, NamedArray, pack, unpack
+from trace_async.transport.wire_codec import DTYPES, NamedArray, pack, unpack
 
 SCHEMA = 1
 """Changes whenever a record below or its frames change; ends of different numbers refuse each other by name."""

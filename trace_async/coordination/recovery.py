@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trace_async.coordination.leases import REJECTED, LeaseTable
+from trace_async.coordination.slots import LeaseId, SlotState, parse_lease_id, place_of
 from trace_async.core.types import Lease
 from trace_async.errors import InvariantError
-from trace_async.leases import REJECTED, LeaseTable
-from trace_async.slots import LeaseId, SlotState, parse_lease_id, place_of
 
 
 class LedgerView(NamedTuple):

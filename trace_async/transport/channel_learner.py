@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 import zmq
 import zmq.asyncio
 
-from trace_async import wire
 from trace_async.core.types import VersionNotice
 from trace_async.errors import ConfigError
-from trace_async.peers import ChannelHandler, Peer, Peers
+from trace_async.transport import wire
+from trace_async.transport.peers import ChannelHandler, Peer, Peers
 
 __all__ = ["HIGH_WATER_MARK", "ChannelHandler", "LearnerChannel"]
 

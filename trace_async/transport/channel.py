@@ -24,10 +24,10 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from trace_async import wire
 from trace_async.core.types import ActorStatus, Group, Lease, VersionNotice
 from trace_async.errors import ConfigError
-from trace_async.road import ActorRoad
+from trace_async.transport import wire
+from trace_async.transport.road import ActorRoad
 
 HIGH_WATER_MARK = 64
 """Messages per direction that ZeroMQ may hold; beyond it `send` waits and the outbox gauge shows it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trace_async.slots import Slot
+from trace_async.coordination.slots import Slot
 
 
 class Release(NamedTuple):

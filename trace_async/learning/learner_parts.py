@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trace_async.batching import BatchRule
-from trace_async.channel_learner import ChannelHandler
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
+from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
 from trace_async.core.types import Group, Json, VersionNotice
-from trace_async.intake import Outbox
+from trace_async.learning.batching import BatchRule
+from trace_async.learning.intake import Outbox
+from trace_async.learning.resume import LoadablePredictor
 from trace_async.ledger import Ledger
 from trace_async.metrics import Row
-from trace_async.resume import LoadablePredictor
-from trace_async.rounds import RoundPlanner
+from trace_async.transport.channel_learner import ChannelHandler
 
 
 class Trainer(Protocol):

@@ -15,11 +15,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.batching import Batch
+from trace_async.coordination.leases import REJECTED, Counts
 from trace_async.core.packing import PackItem
 from trace_async.core.rows import trainable_turns
 from trace_async.core.types import ActorStatus, FloatArray, Group, GroupVerdict, GrownBy, NodeState, Verdict
-from trace_async.leases import REJECTED, Counts
+from trace_async.learning.batching import Batch
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = Floats | NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]

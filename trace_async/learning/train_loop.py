@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from trace_async.batching import Batch, make_batch
-from trace_async.checkpoint import write_checkpoint
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import Group, VersionNotice
 from trace_async.errors import InvariantError
-from trace_async.intake import Intake
-from trace_async.learner_parts import Channel, LearnerParts, LearnerSetup
-from trace_async.measures import batch_measures, total_measures
+from trace_async.learning.batching import Batch, make_batch
+from trace_async.learning.checkpoint import write_checkpoint
+from trace_async.learning.intake import Intake
+from trace_async.learning.learner_parts import Channel, LearnerParts, LearnerSetup
+from trace_async.learning.measures import batch_measures, total_measures
+from trace_async.learning.resume import TRAINER
+from trace_async.learning.status import LearnerPhase
 from trace_async.metrics import STEP
-from trace_async.resume import TRAINER
 from trace_async.run_folder import RunFolder
-from trace_async.status import LearnerPhase
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

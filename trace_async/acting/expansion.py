@@ -23,6 +23,8 @@ from typing import Protocol
 
 import numpy as np
 
+from trace_async.acting.story import TreeStory, node_name
+from trace_async.acting.turns import TurnPlayer, answered
 from trace_async.core.nodes import Node
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
@@ -37,8 +39,6 @@ from trace_async.errors import (
     TraceAsyncError,
 )
 from trace_async.methods.allocators import Allocator
-from trace_async.story import TreeStory, node_name
-from trace_async.turns import TurnPlayer, answered
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trace_async.coordination.slots import Event, LeaseId, Slot, SlotState, slot_from, slot_of_lease, slot_state
 from trace_async.core.types import GroupVerdict, Json, Lease
 from trace_async.errors import InvariantError
-from trace_async.slots import Event, LeaseId, Slot, SlotState, slot_from, slot_of_lease, slot_state
 
 REJECTED = "rejected"
 FINISHES = (*(verdict.name.lower() for verdict in GroupVerdict), REJECTED)

@@ -19,14 +19,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from trace_async.config import CoordinatorConfig, TreeConfig
+from trace_async.coordination.fleet import Fleet, Member, Release
+from trace_async.coordination.leases import REJECTED, Counts, Ended, LeaseTable
+from trace_async.coordination.recovery import LedgerView, recover
+from trace_async.coordination.rounds import RoundPlanner
+from trace_async.coordination.slots import (
+    Arrival,
+    Event,
+    Slot,
+    SlotState,
+    make_base,
+    make_lease,
+    parse_lease_id,
+    place_of,
+)
 from trace_async.core.staleness import permits_left
 from trace_async.core.types import GroupVerdict, Json, Lease, Score, TreeBudget
 from trace_async.errors import InvariantError
-from trace_async.fleet import Fleet, Member, Release
-from trace_async.leases import REJECTED, Counts, Ended, LeaseTable
-from trace_async.recovery import LedgerView, recover
-from trace_async.rounds import RoundPlanner
-from trace_async.slots import Arrival, Event, Slot, SlotState, make_base, make_lease, parse_lease_id, place_of
 
 
 class Coordinator:

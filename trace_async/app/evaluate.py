@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from trace_async.acting.turns import OnPhase
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.types import IntArray, Task, Turn
 from trace_async.environment import Environment, EnvironmentFactory
 from trace_async.errors import Recoverable
-from trace_async.turns import OnPhase
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from trace_async import wire
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import VersionNotice
 from trace_async.errors import InvariantError
-from trace_async.intake import Intake
-from trace_async.learner_parts import LearnerParts, LearnerSetup
-from trace_async.resume import open_coordinator, open_epoch, saved_state
+from trace_async.learning.intake import Intake
+from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
+from trace_async.learning.resume import open_coordinator, open_epoch, saved_state
+from trace_async.learning.status import make_status, name_stall
+from trace_async.learning.train_loop import OpenRun, TrainLoop
 from trace_async.run_folder import RunFolder, write_json, write_text
-from trace_async.status import make_status, name_stall
-from trace_async.train_loop import OpenRun, TrainLoop
+from trace_async.transport import wire
 
 log = logging.getLogger(__name__)
 

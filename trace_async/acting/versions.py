@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from trace_async.acting.turns import Engine
 from trace_async.core.types import Json, VersionNotice
 from trace_async.errors import PolicyError
-from trace_async.turns import Engine
 
 log = logging.getLogger(__name__)
 

@@ -21,18 +21,18 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-from trace_async import wiring
+from trace_async.app import wiring
+from trace_async.app.display import Display, View, format_share
+from trace_async.app.evaluate import Evaluation, Evaluator
+from trace_async.app.report import summary_lines, write_report
+from trace_async.app.run_claim import claim
+from trace_async.app.stopping import StopRequest, listening
+from trace_async.app.supervise import INTERRUPTED, Interrupted, Supervisor
+from trace_async.app.where import describe
 from trace_async.config import Config
 from trace_async.config_load import load_config, load_saved_config
-from trace_async.display import Display, View, format_share
 from trace_async.errors import EnvironmentFailure, UserError
-from trace_async.evaluate import Evaluation, Evaluator
-from trace_async.report import summary_lines, write_report
-from trace_async.run_claim import claim
 from trace_async.run_folder import RunFolder, read_json, write_json
-from trace_async.stopping import StopRequest, listening
-from trace_async.supervise import INTERRUPTED, Interrupted, Supervisor
-from trace_async.where import describe
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def make_policy(out: Path, *, steps: int | None, seed: int) -> int:
     """Remakes the shipped policy in a new folder."""
     if out.exists():
         raise UserError(f"{out} exists; give the name of a new folder")
-    from trace_async.make_policy import Recipe, make_policy
+    from trace_async.app.make_policy import Recipe, make_policy
 
     recipe = Recipe(seed=seed)
     if steps is not None:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from trace_async.coordinator import Coordinator
+from trace_async.coordination.coordinator import Coordinator
+from trace_async.coordination.leases import Counts
+from trace_async.coordination.slots import Slot, SlotState
 from trace_async.core.types import ActorStatus, TreePhase
-from trace_async.leases import Counts
-from trace_async.slots import Slot, SlotState
 
 STALL_S = 30.0
 """A step on two cores takes a second; half a minute without a group or a step deserves a look."""

@@ -16,35 +16,36 @@ import numpy as np
 
 from envs.registry import load_environment
 from trace_async import policy
-from trace_async.actor import Actor
-from trace_async.batching import BatchRule
-from trace_async.channel import ActorChannel
-from trace_async.channel_learner import LearnerChannel
+from trace_async.acting.actor import Actor
+from trace_async.acting.expansion import GrowthParts
+from trace_async.acting.turns import Engine, Renderer, TurnPlayer
 from trace_async.config import Config
 from trace_async.config_load import to_json
+from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.seeds import node_seed
 from trace_async.core.types import Lease, Task
 from trace_async.environment import EnvironmentKit
 from trace_async.errors import ConfigError, PolicyError
-from trace_async.expansion import GrowthParts
-from trace_async.learner import Learner
-from trace_async.learner_parts import LearnerParts, LearnerSetup
+from trace_async.learning.batching import BatchRule
+from trace_async.learning.learner import Learner
+from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.ledger import Ledger
 from trace_async.methods.allocators import Allocator, make_allocator
 from trace_async.methods.credit import credit_rule
 from trace_async.metrics import MetricsWriter, open_tensorboard
-from trace_async.predictor import BatchScorer, Predictor, make_predictor
+from trace_async.predictor import Predictor, make_predictor
 from trace_async.prompts import PromptStream
-from trace_async.rounds import RoundPlanner
 from trace_async.run_folder import RunFolder
-from trace_async.turns import Engine, Renderer, TurnPlayer
+from trace_async.scoring import BatchScorer
+from trace_async.transport.channel import ActorChannel
+from trace_async.transport.channel_learner import LearnerChannel
 
 if TYPE_CHECKING:
     from trace_async.engines.local import LocalEngine
     from trace_async.trainer import Trainer
 
 _BUILTIN = "builtin:"
-_POLICIES = Path(__file__).parent / "policies"
+_POLICIES = Path(__file__).parent.parent / "policies"
 
 
 def check_parts(config: Config) -> None:
