@@ -1,0 +1,46 @@
+"""What the README shows works as it is written there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from envs.registry import load_environment
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_example_environment_loads_by_name_and_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "readme_example.py").write_text(block("python"), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kit = load_environment("readme_example:make", {})
+    task = kit.tasks.task("train", 3)
+    assert kit.tasks.task("heldout", 0).task_id != task.task_id
+
+    async def play() -> None:
+        episode = kit.make_environment()
+        assert (await episode.reset(task, seed=0))[0].role == "user"
+        assert not (await episode.step("what?")).valid
+        twin = await episode.fork(seed=1)
+        won = await twin.step("3")
+        assert (won.reward, won.terminated) == (1.0, True)
+        other = kit.make_environment()
+        other.restore(episode.snapshot())
+        assert [(await other.step("1")).truncated for _ in range(4)] == [False, False, False, True]
+
+    asyncio.run(play())
+
+
+def test_every_file_that_the_readme_links_to_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8"))
+    missing = [link for link in links if not link.startswith("http") and not (README.parent / link).exists()]
+    assert not missing
