@@ -16,7 +16,7 @@ REPO = Path(__file__).parent.parent
 
 LAYERS = {
     "types": ("core.types", "errors", ""),
-    "support": ("environment", "config", "config_check", "config_load"),
+    "support": ("environment", "config", "config_check", "config_load", "devices"),
     "core": ("core.*", "core"),
     "methods": ("methods.*", "methods"),
     "adapters": (

@@ -35,6 +35,7 @@ class EngineConfig:
     max_batch: int = 64  # requests per forward pass
     max_turn_tokens: int = 4  # sampled tokens of one turn
     temperature: float = 1.0  # log-probabilities are those after the temperature
+    device: str = "auto"  # "auto": the first CUDA device, or the CPU; or a torch device such as "cuda:1"
     threads: int = 1  # torch threads of an actor process
     request_deadline_s: float = 60.0  # for one turn's sampling; missing it fails the node
     prefix_cache_bytes: int = 256 * 1024 * 1024  # key/values of earlier prefixes kept for their continuations
@@ -79,7 +80,7 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
-    count: int = 1  # actor processes that `trace-async train` starts
+    count: int = 1  # actor processes that `trace-async train` starts; 0: all are started elsewhere
     max_live_roots: int = 128  # root rollouts one actor holds at a time
     drain_s: float = 10.0  # how long a stopping actor may finish its live trees
 
@@ -90,12 +91,14 @@ class LearnerConfig:
     max_sampled_tokens: int = 0  # stop when this many tokens were trained on; 0 = no such limit
     learning_rate: float = 1e-4  # AdamW, constant after the warm-up
     adam_beta1: float = 0.9  # decay of the gradient's mean
-    adam_beta2: float = 0.95  # decay of the gradient's square
-    adam_eps: float = 1e-6  # at 1e-8 the output rows of unused words, whose gradients are tiny, move at full speed
+    # 0.95 forgets rare large gradients so fast that words which are hardly ever sampled drift upwards
+    adam_beta2: float = 0.999  # decay of the gradient's square
+    adam_eps: float = 1e-8  # added to the root of that square
     weight_decay: float = 0.0  # AdamW's, on matrices
     warmup_steps: int = 0  # steps of linear rise to the learning rate
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     micro_batch_tokens: int = 8192  # rows x longest row of one forward pass
+    device: str = "auto"  # as engine.device
     threads: int = 1  # torch threads of the learner process
     checkpoint_every_steps: int = 20  # one more is made at the end
     keep_checkpoints: int = 2  # older ones are deleted

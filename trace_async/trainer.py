@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trace_async.config import LearnerConfig, ObjectiveConfig
 from trace_async.core.packing import RowBatch
 from trace_async.core.tree_packing import TreeBatch
+from trace_async.devices import pick_device
 from trace_async.errors import PolicyError
 from trace_async.methods.objective import ObjectiveStats, finish_stats, merge_stats, to_tensors, tree_tis
 
@@ -40,7 +41,7 @@ class Trainer:
         torch.set_num_threads(learner.threads)
         torch.manual_seed(seed)
         try:
-            self.model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
                 policy_path,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -48,7 +49,7 @@ class Trainer:
             )
         except (OSError, ValueError) as error:
             raise PolicyError(f"{policy_path} holds no transformers model: {error}") from error
-        self.model.train()
+        self.model = model.to(pick_device(learner.device, key="learner.device")).train()
         self.version = 0
         self._policy_path = policy_path
         self._learner = learner
@@ -154,8 +155,10 @@ class Trainer:
         self._optimizer.state.clear()
         for index, parameter in enumerate(self.model.parameters()):
             own = {k.split(".", 1)[1]: v for k, v in moments.items() if k.split(".", 1)[0] == str(index)}
-            if own:
-                self._optimizer.state[parameter] = own
+            if own:  # AdamW keeps the moments beside the parameter and its step count on the CPU
+                self._optimizer.state[parameter] = {
+                    name: value if name == "step" else value.to(parameter.device) for name, value in own.items()
+                }
         state = json.loads((directory / _STATE).read_text())
         self.version, self._skipped_steps = int(state["version"]), int(state["skipped_steps"])
 

@@ -24,6 +24,7 @@ from trace_async.config_load import to_json
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.seeds import node_seed
 from trace_async.core.types import Lease, Task
+from trace_async.devices import pick_device
 from trace_async.environment import EnvironmentKit
 from trace_async.errors import ConfigError, PolicyError
 from trace_async.learning.batching import BatchRule
@@ -236,7 +237,9 @@ def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEn
 
     _hide_progress_bars()
     renderer = load_renderer(folder)
-    model = load_model(folder, threads=config.engine.threads)
+    model = load_model(
+        folder, threads=config.engine.threads, device=pick_device(config.engine.device, key="engine.device")
+    )
     engine = LocalEngine(
         model, config=config.engine, stop_ids=renderer.stop_ids, pad_id=renderer.pad_id, version=version
     )

@@ -139,8 +139,8 @@ def _keep(rows: Sequence[Row], cache: DynamicCache, *, num_past: int) -> None:
         row.computed += fresh.shape[3]
 
 
-def load_model(path: Path, *, threads: int) -> torch.nn.Module:
-    """A float32 transformers decoder from a local folder; sets this process's torch threads.
+def load_model(path: Path, *, threads: int, device: torch.device) -> torch.nn.Module:
+    """A float32 transformers decoder from a local folder, on `device`; sets this process's torch threads.
 
     Raises PolicyError when the folder holds no model.
     """
@@ -149,7 +149,7 @@ def load_model(path: Path, *, threads: int) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise PolicyError(f"{path} holds no transformers model: {error}") from error
-    return model
+    return model.to(device)
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
