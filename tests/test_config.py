@@ -140,7 +140,7 @@ def test_an_override_cannot_smuggle_in_a_second_key(tmp_path: Path) -> None:
         ("[evaluation]\nnum_prompts = 513", "more than prompts.num_heldout = 512; lower it"),
         ("[coordinator]\ndead_after_s = 1.5", "less than two heartbeats of 1 s"),
         ("[coordinator]\nlease_deadline_s = 60", "one slow turn would cost the whole tree"),
-        ("[coordinator]\naddress = 'tcp://0.0.0.0:5555'", "the road carries no keys yet"),
+        ("[coordinator]\naddress = 'tcp://0.0.0.0:5555'", "set coordinator.trust_network = true"),
         ("[engine]\nmax_turn_tokens = 256", "no turn would fit beside the prompt"),
         ("[learner]\nmicro_batch_tokens = 255", "a full path would not fit into one forward pass"),
         ("[evaluation]\ngreedy = false\nsampled = false", "nothing would be measured"),
@@ -227,4 +227,5 @@ def test_every_key_is_read_by_some_component() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-    assert {key for key in known_keys() if key.rpartition(".")[2] not in read} == set()
+    consents = {"coordinator.trust_network"}  # only unlock what the check refuses
+    assert {key for key in known_keys() if key.rpartition(".")[2] not in read} == consents

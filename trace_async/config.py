@@ -70,6 +70,7 @@ class PredictorConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     address: str = "tcp://127.0.0.1:0"  # port 0: any free port, written to the run folder
+    trust_network: bool = False  # lets the address be one that other machines reach; the road is not encrypted
     max_age_steps: int = 4  # hard bound on a trained turn's age
     soft_age_steps: int = 2  # older turns are trained under a tighter cap
     lease_deadline_s: float = 120.0  # a lease not finished by then is leased again

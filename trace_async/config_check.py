@@ -173,11 +173,13 @@ def _check_road(config: Config) -> Iterator[tuple[str, str]]:
             f"{config.engine.request_deadline_s:g}: one slow turn would cost the whole tree; raise it",
         )
     url = urlsplit(road.address)
-    if url.scheme != "ipc" and (url.scheme != "tcp" or url.hostname not in _LOOPBACK):
+    if url.scheme not in ("ipc", "tcp"):
+        yield "coordinator.address", f"is {road.address!r}: give tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
+    elif url.scheme == "tcp" and url.hostname not in _LOOPBACK and not road.trust_network:
         yield (
             "coordinator.address",
-            f"is {road.address!r}: the road carries no keys yet, so only tcp://127.0.0.1:PORT (port 0: any free one) "
-            "and ipc://PATH are accepted",
+            f"is {road.address!r}, which other machines reach, and the road is neither encrypted nor authenticated: on "
+            "a network that you trust set coordinator.trust_network = true, elsewhere use tcp://127.0.0.1:PORT",
         )
 
 

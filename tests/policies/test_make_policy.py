@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trace_async.app.make_policy import Recipe, make_policy
@@ -37,4 +37,4 @@ def test_the_shipped_policy_is_the_one_its_recipe_names_and_small() -> None:
     weights = folder / "model.safetensors"
     assert file_digest(weights) == recipe["sha256"]
     assert weights.stat().st_size <= 4_000_000
-    assert recipe["random_moves"] > 0
+    assert recipe == {**json.loads(json.dumps(asdict(Recipe()))), "sha256": recipe["sha256"]}  # what the command does

@@ -39,6 +39,9 @@ _LOG = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+EVALUATION_SEED = 0
+"""Every policy of every run is asked with the same draws, so that differences are the policies' own."""
+
 _ADDRESS_DEADLINE_S = 120.0
 """For a learner to load its model and listen."""
 
@@ -162,7 +165,7 @@ async def _evaluate(config: Config, policy: Path, *, supervised: bool) -> dict[s
             evaluator = Evaluator(
                 player=wiring.build_player(config, engine=engine, renderer=renderer, greedy=mode == "greedy"),
                 make_environment=kit.make_environment,
-                seed=config.run.seed,
+                seed=EVALUATION_SEED,
                 max_parallel=2 * config.engine.max_batch,  # so that the batch is full while environments step
             )
             results[mode] = await evaluator.run(tasks)

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from trace_async.acting.expansion import close_environments
 from trace_async.acting.turns import OnPhase
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.types import IntArray, Task, Turn
@@ -138,7 +139,7 @@ class Evaluator:
                 prefix_ids = np.concatenate([prefix_ids, turn.action_ids, turn.observation_ids])
             return _Episode(outcome, num_turns, num_invalid, sampled_tokens)
         finally:
-            await env.close()
+            await close_environments([env], what=f"held-out task {task.task_id}")
 
 
 def summarize(episodes: Sequence[_Episode | None]) -> Evaluation:

@@ -33,7 +33,7 @@ class Summary:
     greedy_before: float | None  # the same tasks with the most likely tokens
     greedy_after: float | None
     heldout_tasks: int
-    wall_s: float  # from start to summary, evaluations included
+    wall_s: float  # from start to summary, evaluations included; of a resumed run, its last session
     sampled_tokens: int  # by actors, in groups that were consumed; shared prefixes once
     versions: int  # published after version 0
     steps: int

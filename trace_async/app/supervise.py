@@ -14,6 +14,8 @@ import asyncio
 import logging
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,7 +27,8 @@ from trace_async.run_folder import RunFolder
 _LOG = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 5
-"""Restarts of one actor in a run; more deaths than that are a fault of the set-up and not an accident."""
+_RESTART_WINDOW_S = 600.0
+"""An actor that dies more often than that within this time has a fault of its set-up, not an accident."""
 
 USER_ERROR = 2
 """Exit code of a process that refuses its input; starting it again cannot help."""
@@ -125,16 +128,21 @@ class Supervisor:
 
     async def _keep_actor(self, name: str) -> None:
         """Starts an actor, and again after each death; woken by its end."""
-        for restarts in range(_MAX_RESTARTS + 1):
+        deaths_s: deque[float] = deque()
+        while True:
             process = await self._start(name, "actor", str(self._folder.root), "--id", name)
             code = await process.wait()
             if self._stop.is_set() or self._learner_ended or code == 0:
                 return
-            if code == USER_ERROR or restarts == _MAX_RESTARTS:
+            now_s = time.monotonic()
+            while deaths_s and deaths_s[0] < now_s - _RESTART_WINDOW_S:
+                deaths_s.popleft()
+            deaths_s.append(now_s)
+            if code == USER_ERROR or len(deaths_s) > _MAX_RESTARTS:
                 raise ChildFailed(name, code, self._tail(name))
-            _LOG.warning("%s ended with code %d; restart %d of %d", name, code, restarts + 1, _MAX_RESTARTS)
+            _LOG.warning("%s ended with code %d; restart %d of %d", name, code, len(deaths_s), _MAX_RESTARTS)
             self._screen.say_phase(
-                f"training; {name} died (code {code}) and starts again, {restarts + 1} of {_MAX_RESTARTS} times"
+                f"training; {name} died (code {code}) and starts again, {len(deaths_s)} of {_MAX_RESTARTS} times"
             )
 
     async def _start(self, name: str, *arguments: str) -> asyncio.subprocess.Process:

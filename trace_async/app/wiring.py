@@ -5,6 +5,7 @@ Importable without torch; what needs it is imported when it is built. Never star
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,16 @@ def check_parts(config: Config) -> None:
     build_predictor(config)
     build_prompts(config, kit)
     heldout_tasks(config, kit)
-    policy_path(config.policy.path)
+    _check_positions(config, policy_path(config.policy.path))
+
+
+def _check_positions(config: Config, folder: Path) -> None:
+    positions = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    if isinstance(positions, int) and config.tree.max_context_tokens > positions:
+        raise ConfigError(
+            f"tree.max_context_tokens is {config.tree.max_context_tokens}, more than the {positions} positions of the "
+            f"model in {folder}; lower it"
+        )
 
 
 def policy_path(name: str) -> Path:
@@ -72,7 +82,20 @@ def policy_path(name: str) -> Path:
             f"policy.path = {name!r}: {path} is no transformers folder (it has no config.json); "
             f"give a folder written by save_pretrained, or one that ships with the package: {shipped or 'none'}"
         )
+    if name.startswith(_BUILTIN):
+        _check_shipped(path)
     return path
+
+
+def _check_shipped(folder: Path) -> None:
+    """The weights must be those that the recipe beside them made."""
+    expected = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["sha256"]
+    found = policy.file_digest(folder / "model.safetensors")
+    if found != expected:
+        raise PolicyError(
+            f"{folder}/model.safetensors has sha256 {found[:12]}…, its recipe says {expected[:12]}…; install the "
+            "package again, or remake the policy with: trace-async make-policy FOLDER"
+        )
 
 
 def build_kit(config: Config) -> EnvironmentKit:

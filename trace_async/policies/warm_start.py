@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartConfig:
-    steps: int = 800
+    steps: int = 600
     conversations_per_step: int = 64
     learning_rate: float = 2e-3
     warmup_steps: int = 50

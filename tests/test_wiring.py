@@ -1,0 +1,47 @@
+"""What is checked before any process starts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trace_async.app import wiring
+from trace_async.config import Config, EnvironmentConfig, PolicyConfig, TreeConfig
+from trace_async.errors import ConfigError, PolicyError
+
+
+def test_the_default_configuration_passes() -> None:
+    wiring.check_parts(Config())
+
+
+def test_a_context_longer_than_the_models_positions_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"max_context_tokens is 600, more than the 512 positions"):
+        wiring.check_parts(Config(tree=TreeConfig(max_context_tokens=600)))
+
+
+def test_shipped_weights_that_are_not_their_recipes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "frozenlake-tiny"
+    shutil.copytree(wiring.policy_path("builtin:frozenlake-tiny"), shipped)
+    weights = shipped / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    monkeypatch.setattr(wiring, "_POLICIES", tmp_path)
+    with pytest.raises(PolicyError, match="its recipe says"):
+        wiring.policy_path("builtin:frozenlake-tiny")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(policy=PolicyConfig(path="/nowhere")), "no transformers folder"),
+        (Config(environment=EnvironmentConfig(name="chess")), "no environment 'chess'"),
+        (Config(tree=replace(TreeConfig(), allocator="tracer")), "tracer"),
+    ],
+)
+def test_names_that_stand_for_nothing_are_refused_with_what_is_known(config: Config, message: str) -> None:
+    with pytest.raises((ConfigError, PolicyError), match=message):
+        wiring.check_parts(config)
