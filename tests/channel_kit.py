@@ -36,6 +36,7 @@ class Recorder:
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
         self.facts: list[Fact] = []
+        self.given_up: set[str] = set()  # until they say hello again
         self._more = asyncio.Event()
 
     def note(self, *fact: Any) -> None:
@@ -56,6 +57,7 @@ class Recorder:
         return sum(fact[: len(start)] == start for fact in self.facts)
 
     def on_hello(self, hello: wire.Hello) -> wire.Welcome:
+        self.given_up.discard(hello.actor_id)
         self.note("hello", hello.actor_id, hello.live_leases, hello.pid)
         return wire.Welcome(epoch=self.epoch, run_name="test", config={}, notice=None)
 
@@ -63,8 +65,9 @@ class Recorder:
         self.note("group", actor_id, group.group_id)
         return wire.Ack(group_id=group.group_id, accepted=True)
 
-    def on_heartbeat(self, status: ActorStatus) -> None:
+    def on_heartbeat(self, status: ActorStatus) -> bool:
         self.note("heartbeat", status.actor_id)
+        return status.actor_id not in self.given_up
 
     def on_confirm(self, actor_id: str, version: int, epoch: int) -> None:
         self.note("confirm", actor_id, version, epoch)
@@ -109,10 +112,12 @@ async def running(*channels: ActorChannel | LearnerChannel) -> AsyncIterator[Non
 
 @asynccontextmanager
 async def learner_with(
-    handler: Recorder, address: str = "tcp://127.0.0.1:0", *, dead_after_s: float = DEAD_AFTER_S
+    handler: Recorder, address: str = "tcp://127.0.0.1:0", *, dead_after_s: float = DEAD_AFTER_S, former: str = ""
 ) -> AsyncIterator[LearnerChannel]:
-    """A running, bound learner."""
-    learner = LearnerChannel(address, handler=handler, heartbeat_s=HEARTBEAT_S, dead_after_s=dead_after_s)
+    """A running, bound learner; `former`: where it listened before."""
+    learner = LearnerChannel(
+        address, handler=handler, former_address=former, heartbeat_s=HEARTBEAT_S, dead_after_s=dead_after_s
+    )
     async with running(learner):
         await learner.ready()
         yield learner

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import ClassVar, TypeAlias
 from zlib import crc32
 
@@ -40,6 +39,7 @@ from trace_async.core.types import (
     VersionNotice,
 )
 from trace_async.environment import Branching, StepResult
+from trace_async.errors import PolicyError
 from trace_async.transport.wire import Ack, decode_group, encode_group
 
 STOP_ID = 1
@@ -124,9 +124,10 @@ class ScriptedEngine:
     latency: Latency = at_once
     fault: Fault = no_fault
     load_s: float = 0.0
+    unusable: frozenset[int] = frozenset()  # versions that cannot be loaded
     version: int = 0
     requests: list[GenerateRequest] = field(default_factory=list)
-    loads: list[tuple[int, int, Path]] = field(default_factory=list)
+    loads: list[tuple[int, int, bytes]] = field(default_factory=list)
     in_flight: int = 0
     max_in_flight: int = 0
 
@@ -151,8 +152,10 @@ class ScriptedEngine:
             generate_s=loop_clock() - started_s,
         )
 
-    async def load(self, *, version: int, epoch: int, weights: Path) -> None:
+    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
         await asyncio.sleep(self.load_s)
+        if version in self.unusable:
+            raise PolicyError(f"v{version} cannot be used")
         self.version = version
         self.loads.append((version, epoch, weights))
 

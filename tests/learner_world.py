@@ -251,22 +251,15 @@ class FakeActor:
     unacked: dict[str, Group] = field(default_factory=dict)
     acks: list[wire.Ack] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
+    breathless: tuple[float, float] = (0.0, 0.0)  # no heartbeat arrives between these times, the road stands
+    hellos_s: list[float] = field(default_factory=list)  # when it said hello
     version: int = -1
     epoch: int = 0
 
     async def live(self, channel: FakeChannel) -> None:
         inbox: asyncio.Queue[wire.LearnerMessage] = asyncio.Queue()
         channel.inboxes[self.name] = inbox
-        welcome = channel.handler.on_hello(
-            wire.Hello(
-                actor_id=self.name,
-                host="host",
-                pid=1,
-                capacity_roots=self.capacity,
-                live_leases=(*self.leases, *self.unacked),
-            )
-        )
-        self._follow(channel, welcome.notice)
+        self._greet(channel)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._beat(channel))]
             for sent in list(self.unacked.values()):
@@ -288,6 +281,12 @@ class FakeActor:
                 task.cancel()
             channel.leave(self.name)
 
+    def _greet(self, channel: FakeChannel) -> None:
+        live = (*self.leases, *self.unacked)
+        hello = wire.Hello(actor_id=self.name, host="host", pid=1, capacity_roots=self.capacity, live_leases=live)
+        self.hellos_s.append(loop_clock())
+        self._follow(channel, channel.handler.on_hello(hello).notice)
+
     def _follow(self, channel: FakeChannel, notice: VersionNotice | None) -> None:
         assert notice is not None, "actors are heard only after a version is published"
         self.version, self.epoch = notice.version, notice.epoch
@@ -296,7 +295,10 @@ class FakeActor:
     async def _beat(self, channel: FakeChannel) -> None:
         while True:
             await asyncio.sleep(1.0)
-            channel.handler.on_heartbeat(self.status())
+            if self.breathless[0] <= loop_clock() < self.breathless[1]:
+                continue
+            if not channel.handler.on_heartbeat(self.status()):
+                self._greet(channel)
 
     def status(self) -> ActorStatus:
         trees = tuple(
@@ -313,7 +315,14 @@ class FakeActor:
         )
         counters = {"busy_s": 3 * loop_clock(), "idle_s": loop_clock()}
         return ActorStatus(
-            actor_id=self.name, host="host", pid=1, version=self.version, live_roots=0, counters=counters, trees=trees
+            actor_id=self.name,
+            host="host",
+            pid=1,
+            version=self.version,
+            epoch=self.epoch,
+            live_roots=0,
+            counters=counters,
+            trees=trees,
         )
 
     async def _work(self, channel: FakeChannel, lease: Lease) -> None:
@@ -354,6 +363,7 @@ class LearnerWorld:
     road: CoordinatorConfig = ROADS
     tree: TreeConfig = TREES
     events: list[str] = field(default_factory=list)
+    former_addresses: list[str] = field(default_factory=list)  # what each start was told
     fuse: Fuse = field(default_factory=Fuse)
     worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
@@ -375,7 +385,7 @@ class LearnerWorld:
             policies=self.policies,
             ledger=ledger,
             metrics=self.rows,
-            make_channel=lambda handler: FakeChannel(handler, self.actors, self.events),
+            make_channel=self._make_channel,
             worker=self.worker,
         )
         setup = LearnerSetup(
@@ -391,10 +401,15 @@ class LearnerWorld:
                 pad_id=0,
                 micro_batch_tokens=64,
             ),
+            vocabulary_size=10_000,
             drain_s=5.0,
             told_to_actors={"run": {"name": "test"}},
         )
         return Learner(parts, setup=setup, folder=self.folder, clock=clock, wall_clock=lambda: 0.0)
+
+    def _make_channel(self, handler: ChannelHandler, former_address: str) -> FakeChannel:
+        self.former_addresses.append(former_address)
+        return FakeChannel(handler, self.actors, self.events)
 
     async def train(self) -> None:
         """One learner from start to end."""

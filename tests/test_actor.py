@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ class Scene:
         self.world = World()
         self.scorer = TableScorer()
         self.predictors: list[tuple[Json, int]] = []
-        self.fetch: Callable[[VersionNotice], Path] = lambda notice: Path(notice.weights)
+        self.fetch: Callable[[VersionNotice], bytes] = lambda notice: notice.weights.encode()
         player = TurnPlayer(
             self.engine,
             WordRenderer(),
@@ -140,7 +139,7 @@ def test_no_tree_starts_before_a_version_is_loaded() -> None:
 
     scene = act(script)
     assert scene.learner.confirmed == [(12.0, 5, 1)]
-    assert scene.engine.loads == [(5, 1, Path("v5"))]
+    assert scene.engine.loads == [(5, 1, b"v5")]
     assert scene.predictors == [({"of": 5}, 5)]
     assert list(scene.learner.groups) == ["lease-0"]
 
@@ -176,10 +175,10 @@ def test_the_newest_epoch_wins_even_with_a_lower_version_and_an_old_tree_keeps_i
 
 
 def test_a_weight_file_that_is_gone_is_tried_again_with_a_newer_version_at_once() -> None:
-    def fetch(notice: VersionNotice) -> Path:
+    def fetch(notice: VersionNotice) -> bytes:
         if notice.version < 2:
             raise PolicyError(f"v{notice.version} was retired")
-        return Path(notice.weights)
+        return notice.weights.encode()
 
     async def script(scene: Scene) -> None:
         scene.fetch = fetch
@@ -191,8 +190,18 @@ def test_a_weight_file_that_is_gone_is_tried_again_with_a_newer_version_at_once(
     assert act(script).learner.confirmed == [(6.0, 2, 1)]
 
 
+def test_a_version_that_the_engine_cannot_load_is_tried_again_with_a_newer_one_at_once() -> None:
+    async def script(scene: Scene) -> None:
+        scene.learner.announce(1)
+        await asyncio.sleep(6.0)
+        scene.learner.announce(2)
+        await asyncio.sleep(1.0)
+
+    assert act(script, engine=ScriptedEngine(unusable=frozenset({1}))).learner.confirmed == [(6.0, 2, 1)]
+
+
 def test_a_weight_file_that_never_comes_ends_the_actor_with_the_reason() -> None:
-    def fetch(notice: VersionNotice) -> Path:
+    def fetch(notice: VersionNotice) -> bytes:
         raise PolicyError("digest differs")
 
     async def script(scene: Scene) -> None:
@@ -380,6 +389,20 @@ def test_when_the_learner_says_stop_the_actor_abandons_its_trees_says_bye_and_le
         return loop_clock()
 
     assert virtual_time.run(main()) == 1.25  # what the bye takes on its way
+
+
+def test_when_the_learner_says_stop_to_an_actor_that_drains_already_it_finishes_its_trees() -> None:
+    async def script(scene: Scene) -> None:
+        scene.learner.announce(0)
+        scene.learner.issue(lease_of(0))
+        await asyncio.sleep(1.0)
+        scene.actor.drain()
+        scene.learner.stop()
+        await asyncio.sleep(0.0)
+
+    learner = act(script, drain_s=60.0).learner
+    assert set(learner.groups) == {"lease-0"}
+    assert (learner.byes, learner.returned) == (1, {})
 
 
 def test_cancelling_an_actor_at_any_moment_leaves_nothing() -> None:

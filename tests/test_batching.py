@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builders import TurnSpec, chain_group, group_from_spec, spec
+from trace_async.core.tree_packing import TreeBatch
 from trace_async.core.types import Group, GroupVerdict
 from trace_async.errors import InvariantError
 from trace_async.learning.batching import BatchRule, make_batch
@@ -70,3 +71,10 @@ def test_a_group_of_an_earlier_epoch_is_judged_by_the_distance_of_versions() -> 
 def test_a_turn_from_the_future_of_the_same_epoch_ends_the_run() -> None:
     with pytest.raises(InvariantError, match="stamps wrong versions"):
         make_batch([chain_group((1.0, 0.0), version=7)], rule=RULE, version=5, epoch=1)
+
+
+@pytest.mark.parametrize("packs_trees", [True, False])
+def test_a_model_that_packed_trees_would_change_gets_path_rows(packs_trees: bool) -> None:
+    rule = replace(RULE, packs_trees=packs_trees)
+    batch = make_batch([chain_group((1.0, 0.0))], rule=rule, version=0, epoch=1)
+    assert [isinstance(row, TreeBatch) for row in batch.rows] == [packs_trees]

@@ -177,6 +177,24 @@ def test_an_actor_the_learner_does_not_know_is_asked_to_say_hello_again() -> Non
     asyncio.run(story())
 
 
+def test_an_actor_that_the_handler_has_given_up_says_hello_again_and_is_served() -> None:
+    async def story() -> None:
+        handler = Recorder()
+        async with learner_with(handler) as learner:
+            actor = make_actor(learner.address)
+            async with running(actor):
+                await handler.until("heartbeat", "actor-0")
+                handler.facts.clear()
+                handler.given_up.add("actor-0")
+                await handler.until("gone", "actor-0")
+                await handler.until("hello", "actor-0")
+                assert learner.send("actor-0", wire.LeaseMessage(lease=make_lease()))
+                assert await actor.next_lease() == make_lease()
+                assert actor.gauges()["channel/connections"] == 1
+
+    asyncio.run(story())
+
+
 def test_an_actor_of_another_schema_ends_with_the_reason() -> None:
     async def story() -> None:
         async with raw_learner() as (learner, address):
@@ -221,6 +239,57 @@ def test_stop_does_not_wait_for_ever_for_an_actor_that_stays() -> None:
                 await actor.welcome()
                 await learner.stop("done", deadline_s=2 * HEARTBEAT_S)
                 assert learner.actors == ("actor-0",)
+
+    asyncio.run(story())
+
+
+def test_an_actor_that_says_hello_after_the_stop_is_told_too() -> None:
+    async def story() -> None:
+        async with learner_with(Recorder()) as learner:
+            await learner.stop("60 steps done", deadline_s=0.0)
+            late = make_actor(learner.address)
+            async with running(late):
+                async with asyncio.timeout(DEADLINE_S):
+                    await late.stopped.wait()
+                assert late.stop_reason == "60 steps done"
+                assert await late.say_bye()
+            assert learner.actors == ()
+
+    asyncio.run(story())
+
+
+def test_a_learner_that_starts_again_on_port_0_listens_where_it_did_and_its_actors_find_it() -> None:
+    async def story() -> None:
+        before, after = Recorder(), Recorder(epoch=2)
+        async with AsyncExitStack() as stack:
+            async with learner_with(before) as learner:
+                address = learner.address
+                actor = make_actor(address)
+                await stack.enter_async_context(running(actor))
+                await before.until("hello", "actor-0")
+            async with learner_with(after, former=address) as learner:
+                assert learner.address == address
+                await after.until("hello", "actor-0")
+
+    asyncio.run(story())
+
+
+def test_a_former_port_that_another_has_taken_is_given_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with learner_with(Recorder()) as other, learner_with(Recorder(), former=other.address) as learner:
+            assert learner.address != other.address
+            assert f"cannot listen at {other.address} again" in caplog.text
+            async with running(actor := make_actor(learner.address)):
+                await actor.welcome()
+
+    asyncio.run(story())
+
+
+def test_a_former_address_does_not_count_when_the_port_is_a_fixed_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        address = f"ipc://{tmp_path}/road"
+        async with learner_with(Recorder(), address, former="tcp://127.0.0.1:1") as learner:
+            assert learner.address == address
 
     asyncio.run(story())
 

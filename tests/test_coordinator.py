@@ -92,6 +92,17 @@ def test_a_confirmation_of_an_earlier_epoch_does_not_count() -> None:
     assert world.coordinator.next_leases(0.0, version=0, wanted_roots=FAR) == []
 
 
+def test_a_heartbeat_of_an_earlier_epoch_is_a_sign_of_life_and_says_nothing_about_the_version() -> None:
+    world = World()
+    world.join("a")
+
+    assert world.coordinator.heartbeat("a", 5.0, version=0, epoch=0)
+    assert world.coordinator.next_leases(5.0, version=0, wanted_roots=FAR) == []
+
+    assert world.coordinator.heartbeat("a", 6.0, version=0, epoch=1)
+    assert world.coordinator.next_leases(6.0, version=0, wanted_roots=FAR) != []
+
+
 def test_an_actor_is_filled_up_to_its_capacity_and_no_further() -> None:
     world = one_actor(capacity=5)
 
@@ -210,7 +221,7 @@ def test_an_actor_that_falls_silent_is_given_up_after_the_deadline() -> None:
     world.pass_time(2.0, silent=["a"])
 
     assert world.coordinator.fleet.get("a") is None
-    assert not world.coordinator.heartbeat("a", world.now_s, version=0), "it must say hello first"
+    assert not world.coordinator.heartbeat("a", world.now_s, version=0, epoch=1), "it must say hello first"
 
 
 def test_an_actor_that_comes_back_keeps_its_leases() -> None:
@@ -350,7 +361,7 @@ def test_a_ledger_that_lost_its_last_commits_does_not_make_a_group_train_twice()
 
     stale = fresh.load(state, live=[], shelved=leases, now_s=0.0)
 
-    assert stale == [lease.lease_id for lease in leases]
+    assert [ended.lease_id for ended in stale] == [lease.lease_id for lease in leases]
     assert fresh.slots == []
 
 
@@ -361,6 +372,39 @@ def test_a_checkpoint_with_a_group_that_the_ledger_does_not_have_is_refused() ->
 
     with pytest.raises(InvariantError, match="waits to be consumed in the checkpoint and the ledger does not have it"):
         fresh.load(world.coordinator.state(), live=[], shelved=[], now_s=0.0)
+
+
+def test_a_crash_between_the_issue_of_a_second_attempt_and_the_end_of_the_first_leaves_one_of_them_live() -> None:
+    world = one_actor()
+    held = sorted(world.actors["a"].leases)
+    world.join("b", capacity=999)
+    world.confirm("b")
+    before = world.ledger.counts()
+    world.dies_at_next_issue = True
+
+    world.lose_connection("a")
+
+    live = {lease.lease_id for lease in world.ledger.live()}
+    again = {lease_id.replace(".0", ".1") for lease_id in held}
+    assert again & live, "at least one was issued again"
+    assert not {lease_id.replace(".1", ".0") for lease_id in again & live} & live
+    assert world.ledger.counts().rejected == before.rejected + len(again & live)
+
+
+def test_a_crash_between_a_late_group_and_the_end_of_the_second_attempt_leaves_the_group_alone() -> None:
+    world = one_actor()
+    first = sorted(world.actors["a"].leases)[0]
+    world.finish("a", first)
+    world.join("b", capacity=999)
+    world.confirm("b")
+    world.pass_time(31.0)  # leased again, the first holder goes on
+    assert first.replace(".0", ".1") in {lease.lease_id for lease in world.ledger.live()}
+    world.dies_at_next_issue = True
+
+    assert world.ship("a", first) is Arrival.ACCEPT
+
+    assert first.replace(".0", ".1") not in {lease.lease_id for lease in world.ledger.live()}
+    assert [group_id for group_id, _ in world.ledger.shelved()] == [first]
 
 
 # ---- random runs ---------------------------------------------------------------------------------------------------
@@ -388,7 +432,7 @@ def random_event(world: World, draw: random.Random) -> None:
 
 
 def random_trouble(world: World, actor_id: str, draw: random.Random) -> None:
-    match draw.choice(["kill", "vanish", "lose", "return", "save", "restart"]):
+    match draw.choice(["kill", "vanish", "lose", "return", "save", "restart", "half"]):
         case "kill":
             world.kill(actor_id, noticed=True)
         case "vanish":
@@ -401,6 +445,8 @@ def random_trouble(world: World, actor_id: str, draw: random.Random) -> None:
             world.save()
         case "restart":
             world.restart()
+        case "half":
+            world.dies_at_next_issue = True
 
 
 @pytest.mark.parametrize("max_age_steps", [0, 1, 3])

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trace_async.app.report import summary_lines
+from trace_async.app.report import Summary, summary_lines
 from trace_async.core.types import GroupVerdict
 from trace_async.metrics import read_rows
 from trace_async.run_folder import RunFolder
@@ -120,7 +120,7 @@ def test_a_run_trains_reports_and_leaves_a_policy_that_others_can_load(tmp_path:
     with training(folder.root, steps=4) as process:
         output = finish(process)
     summary = json.loads((folder.root / "summary.json").read_text())
-    assert output.splitlines()[-5:] == summary_lines(summary, folder)
+    assert output.splitlines()[-5:] == summary_lines(Summary(**summary), folder)
     assert (summary["versions"], summary["steps"]) == (4, 4)
     assert summary["groups_trained"] + summary["groups_flat"] == len(consumed(folder))
     assert summary["groups_rejected"] == 0

@@ -16,7 +16,7 @@ REPO = Path(__file__).parent.parent
 
 LAYERS = {
     "types": ("core.types", "errors", ""),
-    "support": ("environment", "config", "config_check", "config_load", "devices"),
+    "support": ("environment", "config", "config_check", "config_load", "devices", "model_probe"),
     "core": ("core.*", "core"),
     "methods": ("methods.*", "methods"),
     "adapters": (
@@ -46,6 +46,7 @@ NEEDS_TORCH = {
     "engines.batched_model",
     "engines.local",
     "engines.prefix_cache",
+    "engines.sampler",
     "policies.tiny",
     "policies.warm_start",
     "app.make_policy",

@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.builders import make_lease
 from tests.learner_world import (
     ROADS,
+    TREES,
     FakeActor,
     FakeChannel,
     LearnerWorld,
@@ -101,6 +103,7 @@ def test_a_stop_request_ends_after_the_step_under_way_and_the_run_can_go_on(tmp_
 
     assert world.trainer.version == 6
     assert max(Counter(world.trainer.weights).values()) == 1
+    assert world.former_addresses == ["", "memory"]
 
 
 def test_an_actor_that_does_not_leave_delays_the_end_only_by_the_deadline(tmp_path: Path) -> None:
@@ -192,6 +195,73 @@ def test_a_group_that_is_not_what_was_leased_is_refused(tmp_path: Path) -> None:
     assert len(refused) == 2
     assert "it is of prompt another with" in refused[0].reason
     assert sorted(world.trainer.weights) == [1000, 1001], "the second attempts were right"
+
+
+def poisoned(group: Group, poison: str) -> Group:
+    """Well-formed, and nothing that this run could train."""
+    ahead = np.full_like(group.version_min, 10**6)
+    match poison:
+        case "epoch":
+            return replace(group, epoch=10**6)
+        case "version":
+            return replace(group, version_min=ahead, version_max=ahead, kv_version_min=ahead)
+        case "token":
+            return replace(group, token_ids=np.full_like(group.token_ids, 10_000))
+        case "prompt token":
+            return replace(group, prompt_ids=np.full_like(group.prompt_ids, 10_000))
+        case "length":
+            return replace(group, prompt_ids=np.full(TREES.max_context_tokens - 1, 1, np.int32))
+        case "budget":
+            return replace(group, budget=replace(group.budget, continuations=1))
+        case _:
+            return replace(group, prompt_id="another")
+
+
+@pytest.mark.parametrize(
+    ("poison", "reason"),
+    [
+        ("epoch", "it is of epoch 1000000, this is epoch 1"),
+        ("version", "a turn was sampled by version 1000000, the newest is 0"),
+        ("token", "it holds token id 10000, the policy knows 10000"),
+        ("prompt token", "it holds token id 10000, the policy knows 10000"),
+        ("length", "a path has 257 tokens, tree.max_context_tokens is 256"),
+        ("budget", "continuations=1"),
+        ("prompt", "it is of prompt another"),
+    ],
+)
+def test_a_group_that_could_not_be_trained_is_refused_and_poisons_neither_this_start_nor_the_next(
+    tmp_path: Path, poison: str, reason: str
+) -> None:
+    def grow(lease: Lease, *, version: int, epoch: int, number: int) -> Group:
+        group = grow_mixed(lease, version=version, epoch=epoch, number=number)
+        return poisoned(group, poison) if lease.attempt == 0 and epoch == 1 else group
+
+    actor = FakeActor("a", grow=grow)
+    world = world_of(tmp_path, actor, max_steps=1, max_age_steps=0)
+
+    run(world.train())
+    refused = [ack for ack in actor.acks if not ack.accepted]
+    assert len(refused) == 2
+    assert reason in refused[0].reason
+    assert sorted(world.trainer.weights) == [1000, 1001], "the second attempts were right"
+    world.learner = replace(world.learner, max_steps=3)
+    run(world.train())
+
+    assert world.trainer.version == 3
+    assert max(Counter(world.trainer.weights).values()) == 1
+
+
+def test_poison_that_never_ends_is_rejected_when_the_attempts_are_used_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    def grow(lease: Lease, *, version: int, epoch: int, number: int) -> Group:
+        group = grow_mixed(lease, version=version, epoch=epoch, number=number)
+        return poisoned(group, "token") if lease.lease_id.startswith("1-00000-000.") else group
+
+    world = world_of(tmp_path, FakeActor("a", grow=grow), max_steps=2)
+
+    run(world.train())
+
+    assert world.trainer.version == 2
+    assert world.rows.rows[-1]["groups/rejected_total"] == 1
 
 
 def test_a_group_of_a_lease_that_was_never_issued_is_refused(tmp_path: Path) -> None:
@@ -326,6 +396,24 @@ def test_a_stuck_tree_is_named_with_lease_actor_node_and_phase_within_a_minute(
     assert first_stall_s(world) <= 60.0
     assert "lease 1-00000-000." in caplog.text
     assert "with a: node 1 in phase generate" in caplog.text
+
+
+def test_an_actor_that_was_given_up_while_its_road_stood_says_hello_again_and_goes_on(tmp_path: Path) -> None:
+    actor = FakeActor("a", breathless=(1.5, 13.5), mute=True)
+    world = world_of(tmp_path, actor, max_steps=2)
+
+    async def story() -> None:
+        async with asyncio.TaskGroup() as group:
+            training = group.create_task(world.train())
+            await asyncio.sleep(13.0)
+            assert not training.done()
+            actor.mute = False
+            actor.leases.clear()
+
+    run(story())
+
+    assert actor.hellos_s == [0.0, 14.0]
+    assert world.trainer.version == 2
 
 
 def test_the_status_file_lists_live_leases_with_their_trees(tmp_path: Path) -> None:

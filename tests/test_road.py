@@ -22,6 +22,14 @@ HELLO_1 = wire.encode(replace(hello(), incarnation="1"))
 HELLO_2 = wire.encode(replace(hello(), incarnation="2"))
 
 
+def hear(peers: Peers, message: wire.ActorMessage, now_s: float = 0.0) -> None:
+    peers.hear(b"actor-0/1", wire.encode(message), now_s)
+
+
+def said(frames: wire.Frames) -> str:
+    return frames[0].decode()
+
+
 def make_road(incarnation: str = "1") -> ActorRoad:
     return ActorRoad(
         hello=hello, status=status, on_release=lambda ids, reason: None, incarnation=incarnation, resend_s=RESEND_S
@@ -263,3 +271,33 @@ def test_every_queue_of_the_learner_is_bounded() -> None:
         queued += 1
     assert queued < MAX_OUTBOX
     assert handler.facts[-1] == ("gone", "actor-0")
+
+
+def test_an_actor_that_the_handler_has_given_up_is_gone_here_too_and_asked_for_a_hello() -> None:
+    handler = Recorder()
+    peers = Peers(handler)
+    peers.hear(b"actor-0/1", HELLO_1, 0.0)
+    handler.given_up.add("actor-0")
+
+    hear(peers, wire.Confirm(actor_id="actor-0", version=0, epoch=1), 11.0)
+    assert list(peers.here) == ["actor-0"], "a word that is no heartbeat says nothing about it"
+    hear(peers, wire.Heartbeat(status=status()), 12.0)
+
+    assert peers.here == {}
+    assert handler.facts[-1] == ("gone", "actor-0")
+    route, frames = peers.replies[-1]
+    answer = wire.decode_from_learner(frames)
+    assert route == b"actor-0/1"
+    assert isinstance(answer, wire.Refuse)
+    assert answer.hello_again
+
+
+def test_a_stop_is_said_again_after_each_hello() -> None:
+    peers = Peers(Recorder())
+    peers.hear(b"actor-0/1", HELLO_1, 0.0)
+    peers.stop("over")
+    assert [said(frames) for frames in peers.here["actor-0"].outbox] == ["welcome", "stop"]
+
+    peers.hear(b"actor-0/1", HELLO_1, 0.1)  # it dials anew before the Stop went out
+
+    assert [said(frames) for frames in peers.here["actor-0"].outbox] == ["welcome", "stop"]

@@ -6,12 +6,23 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.builders import random_group
 from trace_async.config import LearnerConfig, ObjectiveConfig
@@ -59,7 +70,7 @@ def items(seed: int, count: int = 4) -> list[PackItem]:
     return made
 
 
-def slow_loss(model: LlamaForCausalLM, item: PackItem, temperature: float) -> torch.Tensor:
+def slow_loss(model: PreTrainedModel, item: PackItem, temperature: float) -> torch.Tensor:
     """Each turn by itself behind its whole prefix: -mass * advantage * sum of min(cap, ratio) * log-probability."""
     group, total = item.group, torch.zeros(())
     for turn, prefix, action in turns_of(group):
@@ -174,3 +185,61 @@ def test_a_checkpoint_of_another_model_is_refused(policy_path: Path, tmp_path: P
     make_trainer(tmp_path / "other").save(tmp_path)
     with pytest.raises(PolicyError, match="another model"):
         make_trainer(policy_path).load(tmp_path)
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 220,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+
+
+def decoder(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "gpt2 with dropout":
+        rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+        config = GPT2Config(vocab_size=220, n_positions=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+        config.update(rates)
+        return GPT2LMHeadModel(config)
+    if kind == "qwen3 with tied embeddings":
+        return Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=True, initializer_range=0.2))
+    window, spread = {"mistral": (None, 0.2), "window of 8": (8, 0.2), "new window of 8": (8, 0.02)}[kind]
+    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=window, initializer_range=spread))
+
+
+@pytest.mark.parametrize(
+    ("kind", "packs_trees"),
+    [
+        ("gpt2 with dropout", True),
+        ("qwen3 with tied embeddings", True),
+        ("mistral", True),
+        ("window of 8", False),
+        ("new window of 8", False),
+    ],
+)
+def test_any_decoder_is_trained_on_the_distribution_that_a_plain_forward_pass_gives(
+    kind: str, packs_trees: bool, tmp_path: Path
+) -> None:
+    decoder(kind).save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path)
+    assert trainer.packs_trees == packs_trees
+    batch = items(1)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)  # in evaluation mode
+    torch.stack([slow_loss(oracle, item, 1.0) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
+    layout = pack_trees if trainer.packs_trees else pack
+    trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
+    expected = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
+    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+
+
+def test_a_window_longer_than_any_packed_tree_does_no_harm(tmp_path: Path) -> None:
+    decoder("window of 8").save_pretrained(tmp_path)
+    learner = LearnerConfig(micro_batch_tokens=8)
+    trainer = Trainer(tmp_path, learner=learner, objective=OPEN_OBJECTIVE, temperature=1.0, seed=0)
+    assert trainer.packs_trees

@@ -2,7 +2,8 @@
 
 Invariants
     - A weight file appears under its final name only when it is complete (written aside, synced, renamed).
-    - A notice carries the digest of exactly the bytes that were written; `fetch` reads no file whose digest differs.
+    - A notice carries the digest of exactly the bytes that were written; `fetch` returns no bytes whose digest
+      differs. Whoever has fetched needs the file no more: it may be retired at any moment.
     - A file that a notice still in force points to is never retired.
 
 Never: torch, sockets, or an opinion about what is inside the file.
@@ -41,25 +42,26 @@ def publish(
     return VersionNotice(version=version, epoch=epoch, weights=str(final.resolve()), digest=digest, predictor=predictor)
 
 
-def fetch(notice: VersionNotice) -> Path:
-    """The path of the announced weights, after checking that the bytes are those the learner wrote.
+def fetch(notice: VersionNotice) -> bytes:
+    """The announced weights: exactly the bytes that the learner wrote.
 
     Raises PolicyError when the file is missing or its digest differs.
     """
     path = Path(notice.weights)
     try:
-        found = file_digest(path)
+        data = path.read_bytes()
     except OSError as error:
         raise PolicyError(
             f"version {notice.version} (epoch {notice.epoch}): cannot read {path}: {error.strerror}; "
             "the run folder must be reachable from every actor under the same path"
         ) from error
+    found = hashlib.sha256(data).hexdigest()
     if found != notice.digest:
         raise PolicyError(
             f"version {notice.version} (epoch {notice.epoch}): {path} has sha256 {found[:12]}…, "
             f"the learner announced {notice.digest[:12]}…; the file is damaged or belongs to another run"
         )
-    return path
+    return data
 
 
 def retire(directory: Path, *, keep: int) -> list[Path]:

@@ -1,7 +1,8 @@
 """Where the files of one run lie, and how a small JSON file is replaced in one piece.
 
     RUN/config.json       resolved configuration
-    RUN/address           where actors dial the learner
+    RUN/address           where actors dial the learner; absent until it listens
+    RUN/former_address    where the learner listened last, so that a restart can listen there again
     RUN/metrics.jsonl     one row per optimizer step
     RUN/status.json       live leases and trees, newest state
     RUN/ledger.sqlite     states of leases and groups
@@ -37,6 +38,10 @@ class RunFolder:
     @property
     def address(self) -> Path:
         return self.root / "address"
+
+    @property
+    def former_address(self) -> Path:
+        return self.root / "former_address"
 
     @property
     def lock(self) -> Path:
@@ -93,6 +98,14 @@ def write_text(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def read_text(path: Path) -> str:
+    """What `write_text` wrote, without white space around it; empty when the file does not exist."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:

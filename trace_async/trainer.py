@@ -2,7 +2,10 @@
 
 Invariants
     - A step divides by a denominator it is given, never by what happened to be in a micro-batch.
-    - Log-probabilities are of the same distribution that was sampled: after the engine's temperature, in float32.
+    - Log-probabilities are of the same distribution that was sampled: after the engine's temperature, in float32,
+      without dropout.
+    - Packed trees are only for models that they leave unchanged (`packs_trees`, probed at the start); others, such as
+      those with a sliding window shorter than a tree, get path rows.
     - Gradients that are not finite never reach the weights: the step is skipped and counted.
     - Nothing on disk is a pickle: weights and optimizer state are safetensors, the rest JSON.
 
@@ -17,16 +20,19 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trace_async.config import LearnerConfig, ObjectiveConfig
 from trace_async.core.packing import RowBatch
-from trace_async.core.tree_packing import TreeBatch
+from trace_async.core.tree_packing import MAX_TREE_TOKENS, TreeBatch
 from trace_async.devices import pick_device
 from trace_async.errors import PolicyError
 from trace_async.methods.objective import ObjectiveStats, finish_stats, merge_stats, to_tensors, tree_tis
+from trace_async.model_probe import logits_agree, probe_tokens
 
 _LOG = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
@@ -49,7 +55,8 @@ class Trainer:
             )
         except (OSError, ValueError) as error:
             raise PolicyError(f"{policy_path} holds no transformers model: {error}") from error
-        self.model = model.to(pick_device(learner.device, key="learner.device")).train()
+        # Gradients flow in evaluation mode too; in training mode dropout would train another policy than was sampled.
+        self.model = model.to(pick_device(learner.device, key="learner.device")).eval()
         self.version = 0
         self._policy_path = policy_path
         self._learner = learner
@@ -63,6 +70,7 @@ class Trainer:
             eps=learner.adam_eps,
             weight_decay=learner.weight_decay,
         )
+        self.packs_trees = self._probe_trees(min(MAX_TREE_TOKENS, learner.micro_batch_tokens))
 
     def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
         """One optimizer step on all micro-batches together; returns flat metrics (`actor/...`, `objective/...`).
@@ -108,11 +116,44 @@ class Trainer:
             attention = torch.from_numpy(batch.attention_mask).to(self._device)
             logits: torch.Tensor = self.model(input_ids=token_ids, attention_mask=attention).logits
             return logits[:, :-1][on[:, 1:]]
-        visible = torch.from_numpy(batch.visible).to(self._device)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        logits = self.model(input_ids=token_ids, attention_mask=visible[:, None], position_ids=positions).logits
+        logits = self._tree_logits(token_ids, batch.visible, batch.positions)
         rows, columns = on.nonzero(as_tuple=True)
         return logits[rows, torch.from_numpy(batch.predecessor).to(self._device)[rows, columns]]
+
+    def _tree_logits(
+        self, token_ids: torch.Tensor, visible: NDArray[np.bool_], positions: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """[B, T, vocabulary] where `visible` [B, T, T] says what each token may attend to."""
+        logits: torch.Tensor = self.model(
+            input_ids=token_ids,
+            attention_mask=torch.from_numpy(visible).to(self._device)[:, None],
+            position_ids=torch.from_numpy(positions).to(self._device),
+        ).logits
+        return logits
+
+    @torch.no_grad()
+    def _probe_trees(self, max_tokens: int) -> bool:
+        """Whether two branches on one stem, packed as trees are, get the logits that each path has by itself."""
+        limit = min(max_tokens, int(getattr(self.model.config, "max_position_embeddings", max_tokens)))
+        path = probe_tokens(self.model.config, limit=limit)
+        stem, length = len(path) - 2, len(path) + 2
+        other = [*path[:stem], *path[:2]]
+        visible = np.tri(length, dtype=np.bool_)
+        visible[stem + 2 :, stem : stem + 2] = False
+        positions = np.r_[:stem, stem : stem + 2, stem : stem + 2]
+        packed = torch.tensor([path + other[stem:]], device=self._device)
+        try:
+            trees = self._tree_logits(packed, visible[None], positions[None])[0]
+        except (RuntimeError, TypeError, ValueError) as error:  # no mask per pair of tokens, or no positions
+            _LOG.warning("%s takes no packed trees (%s); path rows are used", type(self.model).__name__, error)
+            return False
+        alone = [
+            self.model(input_ids=torch.tensor([tokens], device=self._device)).logits[0] for tokens in (path, other)
+        ]
+        same = logits_agree(trees[stem + 1], alone[0][-1]) and logits_agree(trees[-1], alone[1][-1])
+        if not same:
+            _LOG.warning("packed trees change what %s predicts; path rows are used", type(self.model).__name__)
+        return same
 
     def _set_learning_rate(self) -> float:
         rise = min(1.0, (self.version + 1) / self._learner.warmup_steps) if self._learner.warmup_steps else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from trace_async.core.group import paths, turn_spans
 from trace_async.core.packing import PackItem, RowBatch, pack
 from trace_async.core.types import Group, NodeState, TurnCredit, Verdict
 from trace_async.methods.credit import CreditRule, flat_credit, sibling_credit
-from trace_async.methods.objective import to_tensors, tree_tis
+from trace_async.methods.objective import ObjectiveBatch, to_tensors, tree_tis
 
 
 def only_batch(group: Group, credit: TurnCredit, *, context: tuple[int, ...] = ()) -> RowBatch:
@@ -130,3 +131,43 @@ def test_on_policy_every_token_has_mass_times_advantage(rule: CreditRule, expect
     per_turn = (batch.mass * batch.advantage)[batch.turn_index.clamp(min=0)]
     torch.testing.assert_close(found, torch.where(batch.turn_index >= 0, per_turn, 0.0))
     assert {round(x, 6) for x in found.flatten().tolist()} == {0.0, *(round(x, 6) for x in expected)}
+
+
+LOGITS, BEHAVIOUR_LOGITS = (0.4, -0.3, 0.8), (-0.2, 0.5, 0.1)  # of action 1: at the root, below 0, below 1
+REWARD = ((0.2, 1.0), (0.7, -0.5))  # [root action][child action]
+
+
+def expected_gradient(*, corrected: bool, baseline: float) -> list[float]:
+    """Ascent direction of `LOGITS`, over every tree of one root and 3 children below action 0, 1 below action 1."""
+    logits = torch.tensor(LOGITS, requires_grad=True)
+    log = torch.nn.functional.logsigmoid
+    trained_by = torch.stack([log(-logits), log(logits)])  # [action, place]
+    behaviour = torch.tensor(BEHAVIOUR_LOGITS)
+    mu = torch.stack([log(-behaviour), log(behaviour)])
+    loss = torch.zeros(())
+    for root in (0, 1):
+        for children in product((0, 1), repeat=3 if root == 0 else 1):
+            taken = [(root, 0), *((child, 1 + root) for child in children)]
+            values = [REWARD[root][child] for child in children]
+            logprobs = torch.stack([trained_by[turn] for turn in taken])[:, None]
+            recorded = torch.stack([mu[turn] for turn in taken])[:, None]
+            batch = ObjectiveBatch(
+                behaviour_logprobs=recorded if corrected else logprobs.detach(),
+                turn_index=torch.arange(len(taken))[:, None],
+                advantage=torch.tensor([sum(values) / len(values), *values]) - baseline,
+                mass=torch.tensor([1.0, *([1 / len(values)] * len(values))]),
+                age=torch.zeros(len(taken), dtype=torch.int64),
+                tight=torch.zeros(len(taken), dtype=torch.bool),
+                depth=torch.ones(len(taken), dtype=torch.int64),
+            )
+            uncapped = replace(OPEN, cap_positive=1e6, cap_negative=1e6)
+            loss = loss + recorded.sum().exp() * tree_tis(logprobs, batch, uncapped)[0]
+    return (-torch.autograd.grad(loss, logits)[0]).tolist()
+
+
+def test_each_turns_own_ratio_moves_the_gradient_as_enumeration_by_hand_says() -> None:
+    """The trained policy's own gradient is (-.160594, .078483, -.153678); prefix and future factors would reach it."""
+    assert expected_gradient(corrected=False, baseline=0.0) == pytest.approx([-0.217106, 0.178935, -0.139914], abs=2e-6)
+    for baseline in (0.0, 0.3):  # the own ratio makes it unbiased in the baseline
+        own_only = expected_gradient(corrected=True, baseline=baseline)
+        assert own_only == pytest.approx([-0.150870, 0.107529, -0.115554], abs=2e-6)

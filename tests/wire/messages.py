@@ -105,12 +105,13 @@ EXAMPLE_STATUS = ActorStatus(
     actor_id="actor-1",
     host="node-7",
     pid=4711,
-    version=-1,
+    version=8,
     live_roots=2,
     counters={"turns": 12.0, "wall_s": 3.25},
     trees=(
         TreePhase(lease_id="r0-p3.0", prompt_id="p3", phase="generate", node_id=4, age_s=1.5, waiting_s=0.25, turns=3),
     ),
+    epoch=2,
 )
 EXAMPLES: tuple[Message, ...] = (
     wire.Hello(
@@ -159,6 +160,7 @@ _STATUS = st.builds(
     ActorStatus,
     actor_id=_ACTOR_ID, host=_TEXT, pid=_INT, version=_INT, live_roots=_INT,
     counters=st.dictionaries(_TEXT, _NUMBER, max_size=4), trees=st.lists(_PHASE, max_size=3).map(tuple),
+    epoch=_INT,
 )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from trace_async.acting.expansion import GrowthParts, grow_tree
@@ -75,7 +74,7 @@ class Actor:
         actor_id: str,
         channel: Channel,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], Path],
+        fetch: Callable[[VersionNotice], bytes],
         load_predictor: Callable[[Json, int], None],
         parts: GrowthParts,
         environment: str,
@@ -169,6 +168,7 @@ class Actor:
             host=self._host,
             pid=self._pid,
             version=self._versions.version,
+            epoch=self._versions.epoch,
             live_roots=self._live_roots(),
             counters=self._counters(),
             trees=tuple(sorted(phases, key=lambda phase: -phase.waiting_s)),
@@ -248,6 +248,8 @@ class Actor:
     async def _heed_stop(self) -> None:
         await self._channel.stopped.wait()
         log.info("actor %s: the learner says stop", self._actor_id)
+        if self._draining.is_set():
+            return  # both were interrupted; what grows still counts, and a run at its end has released it before
         self.drain()
         for lease_id in list(self._live):
             self._abandon(lease_id)

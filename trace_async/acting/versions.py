@@ -1,8 +1,8 @@
 """Follows policy versions: fetches what the learner announces, has the engine load it, confirms.
 
 Owns the version and epoch that an actor's engine holds. Invariants: newest wins, epoch first; nothing is confirmed that
-is not loaded; a file that cannot be read is tried again a bounded number of times and then ends the actor. Declares
-what it needs of an engine and a channel. Never samples; imports no torch.
+is not loaded; a version that cannot be read or loaded is tried again a bounded number of times and then ends the actor.
+Declares what it needs of an engine and a channel. Never samples; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 from trace_async.acting.turns import Engine
@@ -31,8 +30,8 @@ FETCH_RETRY_S = 5.0
 class VersionedEngine(Engine, Protocol):
     """An engine whose weights can be replaced; stamps each turn with the versions that sampled it."""
 
-    async def load(self, *, version: int, epoch: int, weights: Path) -> None:
-        """Sample with the weights of this file from now on."""
+    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
+        """Sample with the weights of this safetensors file from now on. Raises PolicyError when they cannot be used."""
         ...
 
     def counters(self) -> Mapping[str, float]:
@@ -64,7 +63,7 @@ class VersionFollower:
         *,
         road: VersionRoad,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], Path],
+        fetch: Callable[[VersionNotice], bytes],
         load_predictor: Callable[[Json, int], None],
         on_loaded: Callable[[], None],
     ) -> None:
@@ -79,14 +78,14 @@ class VersionFollower:
     async def run(self) -> None:
         """Consumes notices, produces loaded versions, until cancelled; waits for a newer notice, woken by the channel.
 
-        Raises: PolicyError when a file could not be read FETCH_ATTEMPTS times; TimeoutError when the engine does not
-        load within LOAD_DEADLINE_S; whatever engine and predictor raise.
+        Raises: PolicyError when none could be read and loaded FETCH_ATTEMPTS times in a row; TimeoutError when the
+        engine does not load within LOAD_DEADLINE_S; whatever else engine and predictor raise.
         """
         misses = 0
         while True:
             notice = await self._road.wait_newer(self.version, self.epoch)
             try:
-                weights = await asyncio.to_thread(self._fetch, notice)
+                await self._load(notice)
             except PolicyError as error:
                 misses += 1
                 if misses == FETCH_ATTEMPTS:
@@ -97,9 +96,12 @@ class VersionFollower:
                         await self._road.wait_newer(notice.version, notice.epoch)
                 continue
             misses = 0
-            async with asyncio.timeout(LOAD_DEADLINE_S):
-                await self._engine.load(version=notice.version, epoch=notice.epoch, weights=weights)
             self._load_predictor(notice.predictor, notice.version)
             self.version, self.epoch = notice.version, notice.epoch
             self._road.confirm(notice.version, notice.epoch)
             self._on_loaded()
+
+    async def _load(self, notice: VersionNotice) -> None:
+        weights = await asyncio.to_thread(self._fetch, notice)
+        async with asyncio.timeout(LOAD_DEADLINE_S):
+            await self._engine.load(version=notice.version, epoch=notice.epoch, weights=weights)

@@ -191,8 +191,9 @@ def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
         ThreadPoolExecutor(1, thread_name_prefix="trainer") as worker,
     ):
         predictor = build_predictor(config)
+        trainer = _build_trainer(config)
         parts = LearnerParts(
-            trainer=_build_trainer(config),
+            trainer=trainer,
             predictor=predictor,
             planner=RoundPlanner(
                 build_prompts(config, build_kit(config)),
@@ -204,15 +205,16 @@ def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
             policies=policy,
             ledger=ledger,
             metrics=metrics,
-            make_channel=lambda handler: LearnerChannel(
+            make_channel=lambda handler, former_address: LearnerChannel(
                 config.coordinator.address,
                 handler=handler,
+                former_address=former_address,
                 heartbeat_s=config.coordinator.heartbeat_s,
                 dead_after_s=config.coordinator.dead_after_s,
             ),
             worker=worker,
         )
-        yield Learner(parts, setup=_learner_setup(config), folder=folder)
+        yield Learner(parts, setup=_learner_setup(config, packs_trees=trainer.packs_trees), folder=folder)
 
 
 def _build_trainer(config: Config) -> Trainer:
@@ -228,9 +230,12 @@ def _build_trainer(config: Config) -> Trainer:
     )
 
 
-def _learner_setup(config: Config) -> LearnerSetup:
+def _learner_setup(config: Config, *, packs_trees: bool) -> LearnerSetup:
+    from transformers import AutoConfig
+
     from trace_async.rendering import load_renderer
 
+    folder = policy_path(config.policy.path)
     return LearnerSetup(
         run_name=config.run.name,
         seed=config.run.seed,
@@ -241,9 +246,11 @@ def _learner_setup(config: Config) -> LearnerSetup:
             credit=credit_rule(config.learner.credit),
             soft_age_steps=config.coordinator.soft_age_steps,
             max_age_steps=config.coordinator.max_age_steps,
-            pad_id=load_renderer(policy_path(config.policy.path)).pad_id,
+            pad_id=load_renderer(folder).pad_id,
             micro_batch_tokens=config.learner.micro_batch_tokens,
+            packs_trees=packs_trees,
         ),
+        vocabulary_size=int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size),
         drain_s=config.actor.drain_s,
         told_to_actors=to_json(config),
     )
@@ -264,7 +271,12 @@ def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEn
         folder, threads=config.engine.threads, device=pick_device(config.engine.device, key="engine.device")
     )
     engine = LocalEngine(
-        model, config=config.engine, stop_ids=renderer.stop_ids, pad_id=renderer.pad_id, version=version
+        model,
+        config=config.engine,
+        stop_ids=renderer.stop_ids,
+        pad_id=renderer.pad_id,
+        max_tokens=config.tree.max_context_tokens,
+        version=version,
     )
     return engine, renderer
 

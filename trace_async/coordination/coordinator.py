@@ -70,12 +70,12 @@ class Coordinator:
             if not self._reclaim(member, lease_id, now_s):
                 self._fleet.release(actor_id, lease_id, "leased to another, finished, or not of this run")
 
-    def heartbeat(self, actor_id: str, now_s: float, *, version: int) -> bool:
-        """False when the actor is not known and must say hello first. `version`: what its engine holds, -1 = none."""
+    def heartbeat(self, actor_id: str, now_s: float, *, version: int, epoch: int) -> bool:
+        """False when the actor is not known and must say hello first; `version` of `epoch` is what its engine holds."""
         member = self._fleet.get(actor_id)
         if member is None or not member.joined:
             return False
-        member.last_seen_s, member.version = now_s, version
+        member.last_seen_s, member.version = now_s, version if epoch == self._epoch else -1
         return True
 
     def confirm(self, actor_id: str, *, version: int, epoch: int) -> None:
@@ -196,11 +196,12 @@ class Coordinator:
         """Cursor, leases and counters, as JSON."""
         return {"next_round": self._next_round, "planner": self._planner.state(), "table": self._table.state()}
 
-    def load(self, state: Json, *, live: Sequence[Lease], shelved: Sequence[Lease], now_s: float) -> list[str]:
+    def load(self, state: Json, *, live: Sequence[Lease], shelved: Sequence[Lease], now_s: float) -> list[Ended]:
         """Continue from what `state` returned, brought up to what the ledger saw after it.
 
         `live`: issued leases without a group; actors have `dead_after_s` to claim them. `shelved`: leases whose groups
-        wait to be consumed. Returns those whose trees were finished before `state` and must not be trained again.
+        wait to be consumed. Returns those of both that are over: their trees were finished before `state` and must not
+        be trained again, or another attempt has taken their place.
         """
         self._planner.load(state["planner"])
         self._table.load(state["table"], now_s=now_s, deadline_s=self._config.lease_deadline_s)
@@ -219,7 +220,7 @@ class Coordinator:
                 for attempt, actor_id in holders.items():
                     self._fleet.hold(self._fleet.expect(actor_id, now_s=now_s), slot, attempt)
         self._ceiling = max(self.max_permits, self._table.committed_roots)
-        return recovered.finished_before
+        return recovered.over
 
     @property
     def fleet(self) -> Fleet:

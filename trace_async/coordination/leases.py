@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -188,10 +188,6 @@ class LeaseTable:
             self.shelve(slot, lease.lease_id, now_s=now_s)
         elif slot.group_id != lease.lease_id:
             raise InvariantError(f"groups {slot.group_id} and {lease.lease_id} of one tree are both on the shelf")
-
-    def keep_ended(self, lease_ids: Collection[str]) -> None:
-        """Forget the ends of all other leases: they are known."""
-        self._ended = [ended for ended in self._ended if ended.lease_id in lease_ids]
 
     def rename_planned(self, rename: Callable[[str], str]) -> None:
         """Gives planned slots the bases that `rename` makes of theirs."""

@@ -2,7 +2,9 @@
 
 The ledger writes every issue, arrival and end at once; the checkpoint is older. Invariants: a group on the ledger's
 shelf is on the table's shelf afterwards, unless the checkpoint already has its weights in it; a lease that the ledger
-saw end is not live; nothing is issued under an id that was used. Pure: records in, table changed.
+saw end is not live; of the attempts at one tree that the ledger calls live only the newest stays so, however a crash
+parted the issue of one from the end of another; nothing is issued under an id that was used. Pure: records in, table
+changed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trace_async.coordination.leases import REJECTED, LeaseTable
+from trace_async.coordination.leases import REJECTED, Ended, LeaseTable
 from trace_async.coordination.slots import LeaseId, SlotState, parse_lease_id, place_of
 from trace_async.core.types import Lease
 from trace_async.errors import InvariantError
@@ -27,7 +29,7 @@ class Recovered(NamedTuple):
     """What came of it."""
 
     num_rounds: int  # rounds planned, including those planned after the checkpoint
-    finished_before: list[str]  # leases of trees that were finished at the checkpoint
+    over: list[Ended]  # leases that the ledger holds as live or shelved, and should not
 
 
 def recover(table: LeaseTable, ledger: LedgerView, *, known_rounds: int, now_s: float, expires_s: float) -> Recovered:
@@ -46,13 +48,14 @@ def recover(table: LeaseTable, ledger: LedgerView, *, known_rounds: int, now_s: 
         for lease, lease_id in sorted(map(_parse, leases), key=lambda pair: pair[1][1:]):
             num_rounds = max(num_rounds, lease_id.round_number + 1)
             if table.get(lease_id.base) is None and lease_id.round_number < known_rounds:
-                finished_before.append(lease.lease_id)
+                finished_before.append(lease)
             elif has_group:
                 table.recover_group(lease, lease_id, now_s=now_s)
             else:
                 table.recover_lease(lease, lease_id, now_s=now_s, expires_s=expires_s)
     _drop_ended(table, ledger, now_s)
-    return Recovered(num_rounds, finished_before)
+    table.take_ended()  # the ends that this made: the ledger knows them, or they are found here
+    return Recovered(num_rounds, _over(table, [*finished_before, *ledger.live]))
 
 
 def _drop_ended(table: LeaseTable, ledger: LedgerView, now_s: float) -> None:
@@ -66,7 +69,18 @@ def _drop_ended(table: LeaseTable, ledger: LedgerView, now_s: float) -> None:
                 )
         elif slot.attempt >= 0 and slot.lease_id not in live:
             table.finish(slot, REJECTED, "rejected before the restart", now_s=now_s)
-    table.keep_ended(live)  # of the others the ledger knows the end already
+
+
+def _over(table: LeaseTable, leases: Sequence[Lease]) -> list[Ended]:
+    """Those whose tree has ended, whose tree's group is here, or whose tree has a newer attempt; each once."""
+    over: dict[str, str] = {}
+    for lease, lease_id in map(_parse, leases):
+        slot = table.get(lease_id.base)
+        if slot is None:
+            over[lease.lease_id] = "its tree was finished before the checkpoint"
+        elif slot.state is SlotState.SHELVED or slot.lease_id != lease.lease_id:
+            over[lease.lease_id] = f"{slot.group_id or slot.lease_id} took its place before the restart"
+    return [Ended(lease_id, reason) for lease_id, reason in over.items()]
 
 
 def _parse(lease: Lease) -> tuple[Lease, LeaseId]:

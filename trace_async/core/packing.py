@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,14 @@ class RowBatch:
     def num_loss_tokens(self) -> int:
         """Tokens trained in this batch."""
         return int(self.turn_tokens.sum())
+
+
+class TrainedTurn(NamedTuple):
+    """One of the J turns of a batch."""
+
+    item: PackItem
+    turn: int
+    depth: int  # turns from the prompt
 
 
 def denominator(items: Sequence[PackItem]) -> float:
@@ -84,7 +93,7 @@ def _batch(items: Sequence[PackItem], spans: Sequence[TurnSpans], rows: list[Row
     attention_mask = np.zeros(shape, np.bool_)
     logprobs = np.zeros(shape, np.float32)
     turn_index = np.full(shape, -1, np.int32)
-    trained: list[tuple[PackItem, int, int]] = []  # item, turn, depth
+    trained: list[TrainedTurn] = []
     for b, row in enumerate(rows):
         item, span = items[row.item], spans[row.item]
         attention_mask[b, : row.length] = True
@@ -96,7 +105,7 @@ def _batch(items: Sequence[PackItem], spans: Sequence[TurnSpans], rows: list[Row
                 first = int(span.logprob_start[turn])
                 turn_index[b, position : position + actions] = len(trained)
                 logprobs[b, position : position + actions] = item.group.logprobs[first : first + actions]
-                trained.append((item, turn, depth))
+                trained.append(TrainedTurn(item, turn, depth))
             position += int(span.end[turn] - span.start[turn])
     return RowBatch(
         token_ids=token_ids,
@@ -104,13 +113,20 @@ def _batch(items: Sequence[PackItem], spans: Sequence[TurnSpans], rows: list[Row
         loss_mask=turn_index >= 0,
         behaviour_logprobs=logprobs,
         turn_index=turn_index,
-        advantage=np.array([item.credit.advantage[turn] for item, turn, _ in trained], np.float32),
-        mass=np.array([item.credit.mass[turn] for item, turn, _ in trained], np.float32),
-        age=np.array([item.ages[turn] for item, turn, _ in trained], np.int32),
-        verdict=np.array([item.verdicts[turn] for item, turn, _ in trained], np.uint8),
-        depth=np.array([depth for _, _, depth in trained], np.int32),
-        turn_tokens=np.array([item.group.action_lengths[turn] for item, turn, _ in trained], np.int32),
+        **opinions(trained),
     )
+
+
+def opinions(trained: Sequence[TrainedTurn]) -> dict[str, NDArray[Any]]:
+    """The fields [J] of a batch that say what the learner thinks of each trained turn."""
+    return {
+        "advantage": np.array([item.credit.advantage[turn] for item, turn, _ in trained], np.float32),
+        "mass": np.array([item.credit.mass[turn] for item, turn, _ in trained], np.float32),
+        "age": np.array([item.ages[turn] for item, turn, _ in trained], np.int32),
+        "verdict": np.array([item.verdicts[turn] for item, turn, _ in trained], np.uint8),
+        "depth": np.array([depth for _, _, depth in trained], np.int32),
+        "turn_tokens": np.array([item.group.action_lengths[turn] for item, turn, _ in trained], np.int32),
+    }
 
 
 def _row_tokens(item: PackItem, span: TurnSpans, row: Row) -> IntArray:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_async.core.group import TurnSpans, turn_spans
-from trace_async.core.packing import PackItem, RowBatch, pack
+from trace_async.core.packing import PackItem, RowBatch, TrainedTurn, opinions, pack
 from trace_async.core.rows import trainable_turns
 from trace_async.core.types import IntArray
 
@@ -78,12 +78,6 @@ def _plan(item: PackItem, index: int) -> _TreeRow:
     return _TreeRow(index, kept, frozenset(np.flatnonzero(trainable).tolist()), frozenset(inner), length)
 
 
-class _Trained(NamedTuple):
-    item: PackItem
-    turn: int
-    depth: int
-
-
 def _batch(items: Sequence[PackItem], rows: list[_TreeRow], pad_id: int) -> TreeBatch:
     shape = (len(rows), rows[0].length)
     token_ids = np.full(shape, pad_id, np.int64)
@@ -91,7 +85,7 @@ def _batch(items: Sequence[PackItem], rows: list[_TreeRow], pad_id: int) -> Tree
     turn_index, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
     visible = np.zeros((*shape, shape[1]), np.bool_)
     visible[:, np.arange(shape[1]), np.arange(shape[1])] = True
-    trained: list[_Trained] = []
+    trained: list[TrainedTurn] = []
     for b, row in enumerate(rows):
         item = items[row.item]
         laid = _lay_out(item, turn_spans(item.group), row)
@@ -104,19 +98,14 @@ def _batch(items: Sequence[PackItem], rows: list[_TreeRow], pad_id: int) -> Tree
             first = int(laid.spans.logprob_start[turn])
             turn_index[b, start : start + actions] = len(trained)
             logprobs[b, start : start + actions] = item.group.logprobs[first : first + actions]
-            trained.append(_Trained(item, turn, depth))
+            trained.append(TrainedTurn(item, turn, depth))
     return TreeBatch(
         token_ids=token_ids,
         attention_mask=np.arange(shape[1]) < np.array([[row.length] for row in rows]),
         loss_mask=turn_index >= 0,
         behaviour_logprobs=logprobs,
         turn_index=turn_index,
-        advantage=np.array([item.credit.advantage[turn] for item, turn, _ in trained], np.float32),
-        mass=np.array([item.credit.mass[turn] for item, turn, _ in trained], np.float32),
-        age=np.array([item.ages[turn] for item, turn, _ in trained], np.int32),
-        verdict=np.array([item.verdicts[turn] for item, turn, _ in trained], np.uint8),
-        depth=np.array([depth for _, _, depth in trained], np.int32),
-        turn_tokens=np.array([item.group.action_lengths[turn] for item, turn, _ in trained], np.int32),
+        **opinions(trained),
         positions=positions,
         predecessor=predecessor,
         visible=visible,

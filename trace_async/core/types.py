@@ -298,3 +298,4 @@ class ActorStatus:
     live_roots: int
     counters: Mapping[str, float]  # monotone since start: turns, sampled_tokens, engine_busy_s, wall_s, ...
     trees: tuple[TreePhase, ...]
+    epoch: int = -1  # in which `version` was published; a version of another epoch is not the one of that number

@@ -21,43 +21,21 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 
 from trace_async.config import EngineConfig
-from trace_async.core.types import GenerateRequest, Generation, StopReason
+from trace_async.core.types import GenerateRequest, Generation
 from trace_async.engines.batched_model import BatchedModel, Row
-from trace_async.engines.prefix_cache import PrefixCache
-from trace_async.errors import EngineError, PolicyError
+from trace_async.engines.sampler import Running, Sampler
+from trace_async.errors import EngineError
 
 _LOG = logging.getLogger(__name__)
 _MAX_FAILURES_IN_A_ROW = 3
-_COUNTERS = (
-    "busy_s",
-    "idle_s",
-    "forward_passes",
-    "requests",
-    "sampled_tokens",
-    "computed_tokens",  # prefix and sampled tokens that went through the model
-    "reused_tokens",  # prefix tokens whose key/values were found in the cache
-)
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """One request in the batch; its row is touched by the worker thread only."""
-
-    request: GenerateRequest
-    row: Row
-    answer: asyncio.Future[Generation]
-    submitted_s: float
-    kv_version: int = 0  # oldest version that computed any of the row's key/values
-    version_min: int = -1
-    version_max: int = -1
-    kv_version_min: int = -1
-    stop: StopReason | None = None
+_WAITING_PER_PLACE = 1024
+"""Requests that may wait for each place in the batch; an actor's max_live_roots keeps its trees far below that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,36 +43,47 @@ class _Load:
     """A version that waits to be taken over."""
 
     version: int
-    weights: Path
     done: asyncio.Future[None]
+    tensors: Mapping[str, torch.Tensor] | None = None  # None while they are being read
 
 
 class LocalEngine:
     """Continuous batching over one transformers model. `run` must be running for anything to be answered."""
 
     def __init__(
-        self, model: torch.nn.Module, *, config: EngineConfig, stop_ids: Sequence[int], pad_id: int, version: int = -1
+        self,
+        model: torch.nn.Module,
+        *,
+        config: EngineConfig,
+        stop_ids: Sequence[int],
+        pad_id: int,
+        max_tokens: int,
+        version: int = -1,
     ) -> None:
+        """`max_tokens`: the longest context that will be asked for. Raises PolicyError for a model it gets wrong."""
         self._model = BatchedModel(model, pad_id=pad_id, temperature=config.temperature)
+        self._model.probe(max_tokens=max_tokens)
+        self._sampler = Sampler(
+            self._model, stop_ids=stop_ids, prefix_cache_bytes=config.prefix_cache_bytes, version=version
+        )
         self._config = config
-        self._stop_ids = frozenset(stop_ids)
-        self._version = version
-        self._waiting: deque[_Running] = deque()
-        self._active: list[_Running] = []
+        self._max_waiting = _WAITING_PER_PLACE * config.max_batch
+        self._waiting: deque[Running] = deque()
+        self._active: list[Running] = []
         self._loads: list[_Load] = []
         self._work = asyncio.Event()
-        self._cache = PrefixCache(max_bytes=config.prefix_cache_bytes)
         self._closed = False
-        self._counts = dict.fromkeys(_COUNTERS, 0.0)
+        self._counts = dict.fromkeys(("busy_s", "idle_s", "requests"), 0.0)
 
     @property
     def version(self) -> int:
         """Version of the weights in use; -1 before the first `load`."""
-        return self._version
+        return self._sampler.version
 
     def counters(self) -> Mapping[str, float]:
         """Monotone counts since start, and the gauges `waiting` and `active` (requests)."""
-        return {**self._counts, "waiting": float(len(self._waiting)), "active": float(len(self._active))}
+        gauges = {"waiting": float(len(self._waiting)), "active": float(len(self._active))}
+        return {**self._counts, **self._sampler.counts, **gauges}
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn; waits for the batch. Raises EngineError when it cannot be answered."""
@@ -108,25 +97,42 @@ class LocalEngine:
                 f"request {request.request_id}: {length} prefix tokens + {request.max_tokens} new ones exceed the "
                 f"model's {self._model.max_positions} positions; lower tree.max_context_tokens"
             )
+        if len(self._waiting) >= self._max_waiting:
+            raise EngineError(
+                f"request {request.request_id}: {len(self._waiting)} requests wait already, {_WAITING_PER_PLACE} for "
+                "each place in the batch; lower actor.max_live_roots or raise engine.max_batch"
+            )
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         row = Row(prefix=request.prefix_ids.tolist(), seed=request.seed, greedy=request.greedy)
-        self._waiting.append(_Running(request, row, answer, time.perf_counter()))
+        self._waiting.append(Running(request, row, answer, time.perf_counter()))
         self._work.set()
         return await answer  # woken by run(); a cancelled answer leaves the batch before the next forward pass
 
-    async def load(self, *, version: int, epoch: int, weights: Path) -> None:
+    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
         """Take over a version's weights between two forward passes; returns when they are in use.
 
-        Raises PolicyError when the file's tensors are not exactly the model's; then the old weights stay in use.
+        `weights` is a whole safetensors file, read at once in a thread of its own; `drain` begins at once too. Raises
+        PolicyError, and the old weights stay, when its tensors are not exactly the model's; EngineError when closed.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._loads.append(_Load(version, weights, done))
-        self._work.set()
-        await done  # woken by run()
+        if self._closed:
+            raise EngineError(f"version {version}: the engine is closed")
+        load = _Load(version, asyncio.get_running_loop().create_future())
+        self._loads.append(load)
+        try:
+            load.tensors = await asyncio.to_thread(self._model.read, weights)
+            self._work.set()
+            await load.done  # woken by run()
+        finally:
+            if load in self._loads:  # unreadable, or nobody wants it any more: the drain is over
+                self._loads.remove(load)
+                self._work.set()
         _LOG.debug("engine holds version %d of epoch %d", version, epoch)
 
     async def run(self) -> None:
-        """Consumes requests and loads; produces answers; waits for `_work`, woken by `generate` and `load`."""
+        """Consumes requests and loads; produces answers; waits for `_work`, woken by `generate` and `load`.
+
+        Raises whatever interrupts the copying of weights, and what fails several forward passes in a row.
+        """
         failures = 0
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
@@ -141,14 +147,11 @@ class LocalEngine:
                         continue
                     started = time.perf_counter()
                     self._counts["idle_s"] += started - idle_since
+                    if loads:
+                        await self._take_over(loads, worker)
                     try:
-                        if loads:
-                            await loop.run_in_executor(worker, self._take_over, loads[-1])
-                            _settle(loads)
-                        await loop.run_in_executor(worker, self._advance)
+                        await loop.run_in_executor(worker, self._sampler.advance, self._active)
                         failures = 0
-                    except PolicyError as error:
-                        _settle(loads, error)
                     except (RuntimeError, MemoryError) as error:  # torch reports every failed kernel as RuntimeError
                         failures += 1
                         self._fail_active(error)
@@ -160,19 +163,35 @@ class LocalEngine:
             finally:
                 self._close()
 
+    async def _take_over(self, loads: list[_Load], worker: ThreadPoolExecutor) -> None:
+        """The newest of `loads` stands for all. An error ends the engine: its model may be half old and half new."""
+        newest = loads[-1]
+        assert newest.tensors is not None
+        take_over = partial(self._sampler.take_over, newest.tensors, newest.version, self._active)
+        try:
+            await asyncio.get_running_loop().run_in_executor(worker, take_over)
+        except BaseException as error:
+            _settle(loads, EngineError(f"version {newest.version} was not taken over: {error!r}"))
+            raise
+        _settle(loads)
+
     # -- on the event loop, between two forward passes
 
+    @property
+    def _drains(self) -> bool:
+        return self._config.on_update == "drain"
+
     def _due_loads(self) -> list[_Load]:
-        """The versions to take over now. The newest stands for all that waited with it."""
+        """The versions to take over now: none while one is still being read."""
         self._active = [r for r in self._active if not r.answer.done()]
-        if self._active and self._config.on_update == "drain":
+        if any(load.tensors is None for load in self._loads) or (self._active and self._drains):
             return []
         due, self._loads = self._loads, []
         return due
 
     def _admit(self) -> None:
         """Fill the batch, unless it is being drained for a new version."""
-        while self._waiting and len(self._active) < self._config.max_batch and not self._loads:
+        while self._waiting and len(self._active) < self._config.max_batch and not (self._loads and self._drains):
             running = self._waiting.popleft()
             if not running.answer.done():
                 self._counts["requests"] += 1
@@ -212,79 +231,6 @@ class LocalEngine:
         _settle(self._loads, EngineError("the engine closed before it took over this version"))
         self._active, self._loads = [], []
         self._waiting.clear()
-
-    # -- on the worker thread
-
-    def _take_over(self, load: _Load) -> None:
-        self._model.load(load.weights)
-        self._version = load.version
-        self._cache.clear()
-        for running in self._active:
-            running.row.keys_values, running.row.computed = None, 0
-
-    def _advance(self) -> None:
-        """One token for every active request that is not waiting for a twin's prefix."""
-        ready, openings = self._ready()
-        for batch in _alike(ready):
-            self._counts["computed_tokens"] += sum(running.row.num_pending for running in batch)
-            self._model.advance([running.row for running in batch])
-            self._counts["forward_passes"] += 1
-            self._counts["sampled_tokens"] += len(batch)
-            for running in batch:
-                self._stamp(running)
-        for running in openings:
-            self._remember(running.row, len(running.row.prefix) - 1)
-        for running in ready:
-            if running.stop is not None:
-                self._remember(running.row, running.row.computed)
-
-    def _ready(self) -> tuple[list[_Running], list[_Running]]:
-        """Requests to compute now, and those among them whose whole prefix is new.
-
-        Of several requests with the same new prefix one goes first; the others find its key/values one pass later.
-        """
-        ready: list[_Running] = []
-        openings: dict[tuple[int, ...], _Running] = {}
-        for running in self._active:
-            if running.row.keys_values is None:
-                self._look_up(running)
-                if running.row.computed == 0:
-                    if tuple(running.row.tokens) in openings:
-                        continue
-                    openings[tuple(running.row.tokens)] = running
-            ready.append(running)
-        return ready, list(openings.values())
-
-    def _look_up(self, running: _Running) -> None:
-        tokens = np.asarray(running.row.tokens, np.int32)
-        # The last token is always computed: its logits are what the next token is drawn from.
-        hit = self._cache.longest(tokens, max_length=len(tokens) - 1)
-        if hit is not None:
-            running.row.keys_values, running.row.computed = hit.keys_values, hit.length
-            self._counts["reused_tokens"] += hit.length
-        running.kv_version = self._version
-
-    def _remember(self, row: Row, length: int) -> None:
-        if length > 0 and row.keys_values is not None:
-            self._cache.store(np.asarray(row.tokens[:length], np.int32), row.keys_values[:, :, :, :length])
-
-    def _stamp(self, running: _Running) -> None:
-        row, first = running.row, len(running.row.sampled) == 1
-        running.version_min = self._version if first else min(running.version_min, self._version)
-        running.version_max = max(running.version_max, self._version)
-        running.kv_version_min = running.kv_version if first else min(running.kv_version_min, running.kv_version)
-        if row.sampled[-1] in self._stop_ids:
-            running.stop = StopReason.STOP
-        elif len(row.sampled) >= running.request.max_tokens:
-            running.stop = StopReason.LENGTH
-
-
-def _alike(ready: list[_Running]) -> list[list[_Running]]:
-    """Requests whose padded forward passes waste little: pending counts within a factor of two."""
-    batches: dict[int, list[_Running]] = {}
-    for running in ready:
-        batches.setdefault((running.row.num_pending - 1).bit_length(), []).append(running)
-    return list(batches.values())
 
 
 def _settle(loads: list[_Load], error: Exception | None = None) -> None:

@@ -27,7 +27,7 @@ class PrefixCache:
     """Longest-prefix lookup over stored key/values; the least recently used entries go first."""
 
     def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, CachedPrefix] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self.num_bytes = 0
@@ -45,7 +45,9 @@ class PrefixCache:
         return None
 
     def store(self, token_ids: IntArray, keys_values: torch.Tensor) -> None:
-        """Keep key/values of exactly these tokens; evicts until the bound holds again."""
+        """Keep key/values of exactly these tokens; evicts until the bound holds again. Too large ones are not kept."""
+        if _num_bytes(keys_values) > self.max_bytes:
+            return
         key = token_ids.astype("<i4", copy=False).tobytes()
         if key in self._entries:
             self._entries.move_to_end(key)
@@ -54,7 +56,7 @@ class PrefixCache:
         self._entries[key] = entry
         self._lengths[entry.length] += 1
         self.num_bytes += _num_bytes(keys_values)
-        while self.num_bytes > self._max_bytes and self._entries:
+        while self.num_bytes > self.max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self._forget(oldest)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trace_async.core.packing import PackItem, RowBatch, denominator
+from trace_async.core.packing import PackItem, RowBatch, denominator, pack
 from trace_async.core.rows import trainable_turns
 from trace_async.core.staleness import ages, judge_turns
 from trace_async.core.tree_packing import pack_trees
@@ -29,6 +29,7 @@ class BatchRule:
     max_age_steps: int
     pad_id: int
     micro_batch_tokens: int
+    packs_trees: bool = True  # else path rows, for models that packed trees would change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,11 @@ def make_batch(groups: Sequence[Group], *, rule: BatchRule, version: int, epoch:
     Raises: InvariantError for a turn from the future of this epoch, ConfigError when a path is over the micro-batch.
     """
     items = [_judge(group, rule, version, epoch) for group in groups]
+    layout = pack_trees if rule.packs_trees else pack
     return Batch(
         items=items,
         verdicts=[judge_group(item) for item in items],
-        rows=pack_trees(items, pad_id=rule.pad_id, micro_batch_tokens=rule.micro_batch_tokens),
+        rows=layout(items, pad_id=rule.pad_id, micro_batch_tokens=rule.micro_batch_tokens),
         denominator=denominator(items),
     )
 

@@ -1,8 +1,9 @@
 """The learner's ear and mouth: words of actors become coordinator moves and ledger entries; leases go out.
 
 Owns the shelf. Invariants: a group is durable before its Ack; the shelf holds exactly what the coordinator counts
-as shelved, so permits bound it; a lease is in the ledger before it is sent; only `run` sends leases and releases, so a
-handler never meets itself. Never awaits in a handler, judges a group, or reads the trainer's version.
+as shelved, so permits bound it; a group that this run could not train is refused before the ledger has it, or it would
+end every later start too; a lease is in the ledger before it is sent; only `run` sends leases and releases, so a
+handler never meets itself. Never awaits in a handler, judges ages or credit, or reads the trainer's version.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from trace_async.coordination.coordinator import Coordinator
 from trace_async.coordination.slots import Arrival
 from trace_async.core.types import ActorStatus, Group, GroupVerdict, Lease, VersionNotice
 from trace_async.errors import InvariantError
+from trace_async.learning.bounds import Bounds
 from trace_async.learning.measures import Rates
 from trace_async.learning.status import StallWatch
 from trace_async.ledger import Ledger
@@ -41,6 +43,7 @@ class Intake:
         ledger: Ledger,
         *,
         shelf: dict[str, Group],
+        bounds: Bounds,
         greet: Callable[[VersionNotice | None], wire.Welcome],
         roots_of_run: int,
         roots_per_step: int,
@@ -49,6 +52,7 @@ class Intake:
         """`greet` makes the Welcome; `roots_of_run` is what all steps of the run consume together."""
         self._coordinator = coordinator
         self._ledger = ledger
+        self._bounds = bounds
         self._greet = greet
         self._roots_of_run = roots_of_run
         self._roots_per_step = roots_per_step
@@ -140,9 +144,9 @@ class Intake:
 
     def on_group(self, actor_id: str, group: Group) -> wire.Ack:
         """A group arrived, perhaps again."""
-        if (wrong := self._mismatch(group)) is not None:
+        if (wrong := self._fault(group)) is not None:
             log.warning("group %s from %s is refused: %s", group.group_id, actor_id, wrong)
-            self._coordinator.returned(actor_id, [group.lease_id], self._clock(), reason="sent what was not leased")
+            self._coordinator.returned(actor_id, [group.lease_id], self._clock(), reason=f"refused: {wrong}")
             self._changed()
             return wire.Ack(group_id=group.group_id, accepted=False, reason=wrong)
         arrival = self._coordinator.group_arrived(group.lease_id, self._clock())
@@ -155,11 +159,13 @@ class Intake:
         log.info("group %s from %s is not needed: %s", group.group_id, actor_id, reason)
         return wire.Ack(group_id=group.group_id, accepted=False, reason=reason)
 
-    def on_heartbeat(self, status: ActorStatus) -> None:
-        """An actor lives."""
-        if self._coordinator.heartbeat(status.actor_id, self._clock(), version=status.version):
+    def on_heartbeat(self, status: ActorStatus) -> bool:
+        """An actor lives; False when it was given up meanwhile."""
+        known = self._coordinator.heartbeat(status.actor_id, self._clock(), version=status.version, epoch=status.epoch)
+        if known:
             self.statuses[status.actor_id] = status
             self._due.set()
+        return known
 
     def on_confirm(self, actor_id: str, version: int, epoch: int) -> None:
         """An actor samples with this version."""
@@ -188,7 +194,7 @@ class Intake:
             log.warning("actor %s %s with %d leases: %s", actor_id, reason, len(lost), ", ".join(lost[:4]))
         self._changed()
 
-    def _mismatch(self, group: Group) -> str | None:
+    def _fault(self, group: Group) -> str | None:
         slot = self._coordinator.slot_of(group.lease_id)
         if group.group_id != group.lease_id:
             return f"its lease is {group.lease_id}"
@@ -196,7 +202,7 @@ class Intake:
             return (
                 f"it is of prompt {group.prompt_id} with {group.budget}, leased was {slot.task.task_id} {slot.budget}"
             )
-        return None
+        return self._bounds.fault(group, newest_version=-1 if self.notice is None else self.notice.version)
 
     def _shelve(self, group: Group) -> None:
         frames = wire.encode_group(group)

@@ -22,12 +22,13 @@ from functools import partial
 from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import VersionNotice
 from trace_async.errors import InvariantError
+from trace_async.learning.bounds import Bounds
 from trace_async.learning.intake import Intake
 from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.learning.resume import open_coordinator, open_epoch, saved_state
 from trace_async.learning.status import make_status, name_stall
 from trace_async.learning.train_loop import OpenRun, TrainLoop
-from trace_async.run_folder import RunFolder, write_json, write_text
+from trace_async.run_folder import RunFolder, read_text, write_json, write_text
 from trace_async.transport import wire
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Learner:
         Raises: an ExceptionGroup with whatever broke; InvariantError when checkpoint and ledger do not agree.
         """
         opened = await self._open()
-        channel = self._parts.make_channel(opened.intake)
+        channel = self._parts.make_channel(opened.intake, read_text(self._folder.former_address))
         self._loop = loop = TrainLoop(
             self._parts, setup=self._setup, folder=self._folder, opened=opened, channel=channel, clock=self._clock
         )
@@ -77,7 +78,8 @@ class Learner:
             await channel.ready()
             tasks.append(group.create_task(opened.intake.run(channel), name="intake"))
             tasks.append(group.create_task(self._keep_house(loop, opened), name="house"))
-            write_text(self._folder.address, channel.address + "\n")
+            for path in (self._folder.former_address, self._folder.address):
+                write_text(path, channel.address + "\n")
             await loop.run()
             await loop.finish()
             for task in tasks:
@@ -102,6 +104,11 @@ class Learner:
             coordinator,
             self._parts.ledger,
             shelf=shelf,
+            bounds=Bounds(
+                epoch=epoch,
+                vocabulary_size=self._setup.vocabulary_size,
+                max_context_tokens=self._setup.tree.max_context_tokens,
+            ),
             greet=partial(self._greet, epoch),
             roots_of_run=self._setup.learner.max_steps * self._setup.tree.roots_per_step,
             roots_per_step=self._setup.tree.roots_per_step,

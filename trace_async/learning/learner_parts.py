@@ -108,7 +108,7 @@ class LearnerParts:
     policies: PolicyStore
     ledger: Ledger
     metrics: MetricsSink
-    make_channel: Callable[[ChannelHandler], Channel]
+    make_channel: Callable[[ChannelHandler, str], Channel]  # handler, and where an earlier start listened or ""
     worker: Executor  # one thread
 
 
@@ -122,5 +122,6 @@ class LearnerSetup:
     coordinator: CoordinatorConfig
     tree: TreeConfig
     rule: BatchRule
+    vocabulary_size: int  # rows of the policy's embedding
     drain_s: float  # what a stopping actor may take for its live trees
     told_to_actors: Json  # resolved configuration

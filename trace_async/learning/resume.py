@@ -75,14 +75,14 @@ def open_coordinator(
     returned = ledger.rewind(saved.step)
     shelf = {group_id: decode_group(frames) for group_id, frames in ledger.shelved()}
     live = ledger.live()
-    finished_before = coordinator.load(
+    over = coordinator.load(
         coordinator.state() if saved.coordinator is None else saved.coordinator,
         live=live,
         shelved=[lease_of_group(group) for group in shelf.values()],
         now_s=now_s,
     )
-    for lease_id in finished_before:
-        ledger.reject(lease_id, "its tree was finished before the checkpoint")
+    for lease_id, reason in over:
+        ledger.reject(lease_id, reason)
         shelf.pop(lease_id, None)
     if saved.step or live or shelf:
         log.info(

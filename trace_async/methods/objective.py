@@ -9,6 +9,13 @@ M_n its veto. Token-level truncated importance sampling in the CISPO form (arXiv
 gradient. Each turn carries one advantage, so by linearity this equals the loss of the flattened tree, in which a shared
 turn stands in the row of every leaf below it, with leaf weights that sum to the turn's mass.
 
+Two factors of the general tree form are 1 here: the prefix factor, the ratio of everything above a turn, which would
+make its state distributed as under the trained policy; and the future ratio of what was sampled below it, which would
+make its advantage an estimate of the trained policy's own value. Only turns with nothing above are exact in the first
+sense, only turns with nothing below in the second. Both factors are products over many tokens, whose variance grows
+with depth, while the bias of leaving them out grows with age only: ages end at `max_age_steps`, and after
+`soft_age_steps` caps are 1 (verdict TIGHT).
+
 Invariants: float32; masks before exponentials, exponents clamped; a token whose log-probabilities are not finite takes
 its whole turn out of the loss and is counted, so the loss is never NaN (a model whose logits are NaN still has NaN
 gradients: that is the trainer's to see). Nothing is divided here: the denominator is the caller's, fixed by what was

@@ -42,12 +42,17 @@ class LearnerChannel:
         bind_address: str,
         *,
         handler: ChannelHandler,
+        former_address: str = "",
         heartbeat_s: float = 1.0,
         dead_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bind_address` may have port 0; `heartbeat_s` is the actors' own; `dead_after_s` of silence is death."""
+        """`heartbeat_s` is the actors' own; `dead_after_s` of silence is death.
+
+        `bind_address` may have port 0: the port of `former_address`, which actors may still dial, or any free one.
+        """
         self._bind_address = bind_address
+        self._former_address = former_address
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._clock = clock
@@ -94,9 +99,12 @@ class LearnerChannel:
         self._outgoing.set()
 
     async def stop(self, reason: str, *, deadline_s: float) -> None:
-        """Tell every actor to leave and wait until all have; those who have not by the deadline are logged."""
-        for actor_id in self.actors:
-            self.send(actor_id, wire.Stop(reason=reason))
+        """Tell every actor to leave and wait until all have; those who have not by the deadline are logged.
+
+        An actor that says hello from now on is told too.
+        """
+        self._peers.stop(reason)
+        self._outgoing.set()
         try:
             async with asyncio.timeout(deadline_s):
                 while self._peers.here:
@@ -123,14 +131,32 @@ class LearnerChannel:
         socket.set(zmq.SNDHWM, HIGH_WATER_MARK)
         socket.set(zmq.RCVHWM, HIGH_WATER_MARK)
         socket.set(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-        try:
-            socket.bind(self._bind_address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen at {self._bind_address!r}: {error}; choose another coordinator.address"
-            ) from error
+        if not self._bind_again(socket):
+            try:
+                socket.bind(self._bind_address)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"cannot listen at {self._bind_address!r}: {error}; choose another coordinator.address"
+                ) from error
         self._address = str(socket.get_string(zmq.LAST_ENDPOINT))
         return socket
+
+    def _bind_again(self, socket: zmq.asyncio.Socket) -> bool:
+        """Port 0 is the port of the former address when there was one and it is free."""
+        place, _, port = self._bind_address.rpartition(":")
+        former_port = self._former_address.rpartition(":")[2]
+        if port != "0" or not former_port.isdecimal():
+            return False
+        try:
+            socket.bind(f"{place}:{former_port}")
+        except zmq.ZMQError as error:
+            logger.warning(
+                "cannot listen at %s again: %s; actors that were started by hand do not find the new port, start them "
+                "again or give coordinator.address a port of its own",
+                *(self._former_address, error),
+            )
+            return False
+        return True
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -39,8 +39,8 @@ class ChannelHandler(Protocol):
         """A group arrived, perhaps again; it must be durable when this returns an Ack."""
         ...
 
-    def on_heartbeat(self, status: ActorStatus) -> None:
-        """An actor lives."""
+    def on_heartbeat(self, status: ActorStatus) -> bool:
+        """An actor lives; False when the learner has given it up, so that it must say hello again."""
         ...
 
     def on_confirm(self, actor_id: str, version: int, epoch: int) -> None:
@@ -81,6 +81,7 @@ class Peers:
         self.here: dict[str, Peer] = {}
         self.replies: deque[tuple[bytes, wire.Frames]] = deque()
         self.notice = wire.encode(wire.Notice(notice=None))
+        self._stop: wire.Stop | None = None
         self.num_received = 0
         self.num_refused = 0
 
@@ -123,6 +124,12 @@ class Peers:
         for peer in self.here.values():
             peer.notice_due = True
 
+    def stop(self, reason: str) -> None:
+        """Every actor is told to leave, those who are here and whoever says hello later."""
+        self._stop = wire.Stop(reason=reason)
+        for actor_id in list(self.here):
+            self.queue(actor_id, self._stop)
+
     def beat(self, now_s: float, *, call_after_s: float, dead_after_s: float) -> None:
         """Call upon actors silent for `call_after_s` (a dead one then shows as unreachable), give up on silent ones."""
         for peer in list(self.here.values()):
@@ -151,7 +158,9 @@ class Peers:
                 self.queue(peer.actor_id, self._handler.on_group(peer.actor_id, group))
             case wire.Heartbeat(status=status):
                 peer.notice_due = True
-                self._handler.on_heartbeat(status)
+                if not self._handler.on_heartbeat(status):
+                    self.lose(peer, "the learner has given it up")
+                    self._refuse(peer.route, f"{peer.actor_id} was given up here", hello_again=True)
             case wire.Confirm(version=version, epoch=epoch):
                 self._handler.on_confirm(peer.actor_id, version, epoch)
             case wire.Return(lease_ids=lease_ids, reason=reason):
@@ -174,6 +183,8 @@ class Peers:
         self.here[hello.actor_id] = peer
         logger.info("actor %s of %s pid %d says hello", hello.actor_id, hello.host, hello.pid)
         peer.outbox.appendleft(wire.encode(self._handler.on_hello(hello)))  # before any lease the handler queued
+        if self._stop is not None:  # it may have been away, or have lost its connection, when the others were told
+            peer.outbox.append(wire.encode(self._stop))
 
     def _stop_older(self, route: bytes, actor_id: str) -> None:
         logger.warning("two processes go under the id %s; the older is told to stop", actor_id)
