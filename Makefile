@@ -35,7 +35,7 @@ clean:
 
 # The stamps make an install happen once, and again when what it depends on changes.
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
-	@echo "installing into $(VENV): CPU torch and friends, about a minute and 1.2 GB (once)"
+	@echo "installing into $(VENV): CPU torch and friends, 1.2 GB, one to five minutes (once)"
 	@$(PIP) --editable .
 	@touch $@
 

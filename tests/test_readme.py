@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from envs.registry import load_environment
+from trace_async.app import wiring
+from trace_async.config_load import load_config
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -38,6 +40,15 @@ def test_the_example_environment_loads_by_name_and_plays(tmp_path: Path, monkeyp
         assert [(await other.step("1")).truncated for _ in range(4)] == [False, False, False, True]
 
     asyncio.run(play())
+
+
+def test_the_example_configuration_fits_the_example_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_env.py").write_text(block("python"), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my.toml").write_text(block("toml"), encoding="utf-8")
+    wiring.check_parts(load_config(tmp_path / "my.toml", ['policy.path="builtin:frozenlake-tiny"']))
 
 
 def test_every_file_that_the_readme_links_to_exists() -> None:

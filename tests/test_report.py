@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_the_end_is_told_in_five_lines(folder: RunFolder) -> None:
     for part in ("sampled 43.0 % -> 74.0 %", "greedy 71.0 % -> 79.0 %", "70.0 % to 78.0 %", "4,000 sampled", "2:21"):
         assert part in text
     assert str(folder.policy) in text
+    assert "nothing was learned" not in text
+
+
+def test_a_run_in_which_every_group_was_flat_says_that_nothing_was_learned(folder: RunFolder) -> None:
+    lines = summary_lines(replace(summarize(folder, name="test", wall_s=1.0), groups_trained=0), folder)
+    assert len(lines) == 5
+    assert "nothing was learned" in lines[2]
 
 
 def test_a_run_that_ended_before_its_first_step_has_a_report_too(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,7 +55,8 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     wiring.check_parts(config)
     console = Console()
     started_s = time.monotonic()
-    with claim(config, resume=resume) as folder:
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    with claim(config, resume=resume, say=say) as folder:
         _log_to(folder.log("train"))  # the terminal belongs to the display
         view = View(config.run.name, config.learner.max_steps)
         display = Display(view, folder=folder, console=console, clock=time.monotonic)

@@ -106,7 +106,10 @@ class Display:
 
     def _say(self, text: str) -> None:
         self._console.print(
-            f"[{format_seconds(self._clock() - self._started_s)}] {text}", markup=False, highlight=False
+            f"[{format_seconds(self._clock() - self._started_s)}] {text}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,  # one line in a pipe stays one line
         )
 
 

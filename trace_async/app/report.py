@@ -81,20 +81,26 @@ def write_report(folder: RunFolder, *, name: str, wall_s: float) -> Summary:
     return summary
 
 
+_NOTHING_LEARNED = (
+    "; nothing was learned: every group's outcomes were equal. Can the policy read this environment, and its answers "
+    "be read? rollout/invalid_share in metrics.jsonl tells"
+)
+
+
 def summary_lines(summary: Summary, folder: RunFolder) -> list[str]:
     """The five lines a run ends with."""
     interval = ""
     if summary.success_after_low is not None and summary.success_after_high is not None:
         low, high = format_share(summary.success_after_low), format_share(summary.success_after_high)
-        interval = f"   (95 %: {low} to {high})"
+        interval = f" (95 %: {low} to {high})"
     oldest = "-" if summary.max_age_steps is None else str(summary.max_age_steps)
     return [
-        f"success   sampled {_arrow(summary.success_before, summary.success_after)}   greedy "
-        f"{_arrow(summary.greedy_before, summary.greedy_after)}   on {summary.heldout_tasks} held-out tasks{interval}",
+        f"success   sampled {_arrow(summary.success_before, summary.success_after)}{interval}   greedy "
+        f"{_arrow(summary.greedy_before, summary.greedy_after)}   on {summary.heldout_tasks} held-out tasks",
         f"spent     {format_count(summary.sampled_tokens)} sampled tokens in {format_seconds(summary.wall_s)}",
         f"training  {summary.steps} steps, {summary.versions} versions, oldest turn {oldest} steps, "
         f"groups: {format_count(summary.groups_trained)} trained, {format_count(summary.groups_flat)} flat, "
-        f"{format_count(summary.groups_rejected)} rejected",
+        f"{format_count(summary.groups_rejected)} rejected{_NOTHING_LEARNED if summary.groups_trained == 0 else ''}",
         f"curve     {folder.curve}",
         f"policy    {summary.policy or 'none: the run ended before it was written'}",
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,10 +24,10 @@ _FIXED = ("environment.", "policy.", "prompts.num_train", "run.seed")
 
 
 @contextmanager
-def claim(config: Config, *, resume: bool) -> Iterator[RunFolder]:
+def claim(config: Config, *, resume: bool, say: Callable[[str], None]) -> Iterator[RunFolder]:
     """The configured run folder, locked for the length of the block, with the resolved configuration in it.
 
-    Without `resume` an earlier run there is moved to the first free `DIR.1`, `DIR.2`, ...
+    Without `resume` an earlier run there is moved to the first free `DIR.1`, `DIR.2`, ... and `say` is told where.
     Raises UserError when another process has the folder, or it holds something that is no run; ConfigError when there
     is nothing to resume or what was begun cannot be gone on with.
     """
@@ -36,7 +36,9 @@ def claim(config: Config, *, resume: bool) -> Iterator[RunFolder]:
         if resume:
             _check_resume(config, folder)
         elif folder.config.exists():
-            folder.root.rename(_free_name(folder.root))
+            free = _free_name(folder.root)
+            folder.root.rename(free)
+            say(f"the earlier run in {folder.root} is now {free} (--resume would have gone on with it)")
         elif others := sorted(path.name for path in folder.root.iterdir() if path != folder.lock):
             raise UserError(
                 f"{folder.root} holds {', '.join(others[:3])} and is no run folder; "

@@ -62,6 +62,9 @@ def check_parts(config: Config) -> None:
     build_prompts(config, kit)
     heldout_tasks(config, kit)
     _check_positions(config, policy_path(config.policy.path))
+    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
+        if device not in ("auto", "cpu"):
+            pick_device(device, key=key)
 
 
 def _check_positions(config: Config, folder: Path) -> None:
