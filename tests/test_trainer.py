@@ -157,6 +157,13 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(policy_path: Pa
         assert torch.equal(tensor, before[name]), name
 
 
+def test_the_learning_rate_falls_linearly_to_its_share_at_the_last_step(policy_path: Path) -> None:
+    learner = LearnerConfig(learning_rate=1e-2, decay_to=0.2, max_steps=4, warmup_steps=2)
+    trainer = Trainer(policy_path, learner=learner, objective=OPEN_OBJECTIVE, temperature=1.0, seed=0)
+    rates = [trainer.step([], denominator=1.0)["actor/lr"] for _ in range(6)]
+    assert rates == pytest.approx([5e-3, 8e-3, 6e-3, 4e-3, 2e-3, 2e-3])
+
+
 def test_a_step_without_rows_keeps_the_weights_and_counts_the_version(policy_path: Path) -> None:
     trainer = make_trainer(policy_path)
     before = next(trainer.model.parameters()).clone()

@@ -69,6 +69,7 @@ RANGES: dict[str, Range] = {
     "learner.max_sampled_tokens": _COUNT_OR_NONE,
     "learner.learning_rate": _POSITIVE,
     "learner.adam_beta1": Range(0, 1, below=True),
+    "learner.decay_to": Range(0, 1),
     "learner.adam_beta2": Range(0, 1, below=True),
     "learner.adam_eps": Range(0, above=True),
     "learner.weight_decay": Range(0),

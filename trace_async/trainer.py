@@ -157,7 +157,8 @@ class Trainer:
 
     def _set_learning_rate(self) -> float:
         rise = min(1.0, (self.version + 1) / self._learner.warmup_steps) if self._learner.warmup_steps else 1.0
-        rate = self._learner.learning_rate * rise
+        done = min(1.0, self.version / self._learner.max_steps)
+        rate = self._learner.learning_rate * rise * (1.0 + (self._learner.decay_to - 1.0) * done)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate
