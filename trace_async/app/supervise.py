@@ -101,7 +101,7 @@ class Supervisor:
         if not (resume and self._folder.evaluation("before").exists()):
             self._screen.say_phase("playing the held-out tasks before training")
             await self._run_to_end("eval-before", "eval", str(self._folder.root), "--label", "before")
-        self._screen.say_phase("training; first the learner and the actors load the model")
+        self._screen.say_phase("training (first, learner and actors load the model)")
         await self._train()
         self._screen.say_phase("playing the held-out tasks after training")
         await self._run_to_end("eval-after", "eval", str(self._folder.root), "--label", "after")
