@@ -29,6 +29,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m tools.config_docs > docs/configuration.md
+	$(BIN)/python -m tools.credit_bias
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

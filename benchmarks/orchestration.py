@@ -45,7 +45,7 @@ from trace_async.core.types import (
 )
 from trace_async.environment import EnvironmentKit
 from trace_async.methods.allocators import make_allocator
-from trace_async.predictor import make_predictor
+from trace_async.predictors.registry import make_predictor
 from trace_async.scoring import BatchScorer
 
 ROOTS, CONTINUATIONS = 4, 8
@@ -148,7 +148,7 @@ def make_parts(kit: EnvironmentKit) -> GrowthParts:
         ),
         make_environment=kit.make_environment,
         make_allocator=lambda lease: make_allocator("trace", {}, np.random.default_rng(0)),
-        scorer=BatchScorer(make_predictor("beta", {}), max_batch=256),
+        scorer=BatchScorer(make_predictor("beta", {}, seed=0, text_of=str), max_batch=256),
         score_deadline_s=DEADLINE_S,
         max_turns=64,
     )

@@ -10,6 +10,7 @@ and writes is in `frozenlake_text`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ class FrozenLakeOptions:
     success_rate: float = 1.0 / 3.0  # slippery only: probability that the move goes where it was meant to
     style: str = "compact"  # "compact" for tiny policies, "full" for language models
     max_turns_per_size: int = 2  # turn limit = this times the side length
+    min_moves_per_size: float = 0.0  # the goal is at least this times the side length away
     unreadable_ends: bool = False  # an answer that cannot be read ends the game, instead of costing a turn
     map_seed: int = 0
 
@@ -52,12 +54,21 @@ class FrozenLakeOptions:
             raise ConfigError(f"environment.options.style: need one of {', '.join(PHRASINGS)}, got {self.style!r}")
         if self.max_turns_per_size < 1:
             raise ConfigError(f"environment.options.max_turns_per_size: need >= 1, got {self.max_turns_per_size}")
+        if not 0.0 <= self.min_moves_per_size <= self.max_turns_per_size:
+            raise ConfigError(
+                "environment.options.min_moves_per_size: need 0 <= it <= max_turns_per_size = "
+                f"{self.max_turns_per_size}, got {self.min_moves_per_size}"
+            )
         if self.map_seed < 0:
             raise ConfigError(f"environment.options.map_seed: need >= 0, got {self.map_seed}")
 
     def max_turns(self, size: int) -> int:
         """Turn limit on a map with this side length."""
         return self.max_turns_per_size * size
+
+    def min_moves(self, size: int) -> int:
+        """Length of the shortest path that a map with this side length must have."""
+        return max(1, math.ceil(self.min_moves_per_size * size))
 
 
 class FrozenLakeTasks:
@@ -83,7 +94,8 @@ class FrozenLakeTasks:
         rng = np.random.default_rng((options.map_seed, index))
         size = options.sizes[int(rng.integers(len(options.sizes)))]
         frozen = float(rng.uniform(options.min_frozen, options.max_frozen))
-        lake = find_lake(rng, split=split, size=size, frozen=frozen, max_moves=options.max_turns(size))
+        near, far = options.min_moves(size), options.max_turns(size)
+        lake = find_lake(rng, split=split, size=size, frozen=frozen, min_moves=near, max_moves=far)
         shortest = distances(lake)[lake.start]
         data = {"map": list(lake.rows), "slippery": options.slippery, "shortest": shortest}
         return Task(f"frozenlake/{split}/{index}", data)
@@ -225,7 +237,9 @@ class FrozenLake:
 def make_frozenlake(options: Mapping[str, Any]) -> EnvironmentKit:
     """The kit for `environment.name = "frozenlake"`."""
     read = read_options(FrozenLakeOptions, options, owner="frozenlake")
-    return EnvironmentKit(lambda: FrozenLake(read), FrozenLakeTasks(read))
+    return EnvironmentKit(
+        lambda: FrozenLake(read), FrozenLakeTasks(read), lambda task: Game(task, options=read, seed=0).opening()
+    )
 
 
 def _check_split(split: str) -> None:

@@ -16,6 +16,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from trace_async.errors import ConfigError
+
 MOVES = ("left", "down", "right", "up")
 """Move words in the order of gymnasium's action numbers."""
 
@@ -157,19 +159,28 @@ def draw_lake(rng: np.random.Generator, *, size: int, frozen: float) -> Lake:
 
 
 def find_lake(
-    rng: np.random.Generator, *, split: str, size: int, frozen: float, max_moves: int, max_candidates: int = 100_000
+    rng: np.random.Generator,
+    *,
+    split: str,
+    size: int,
+    frozen: float,
+    max_moves: int,
+    min_moves: int = 1,
+    max_candidates: int = 100_000,
 ) -> Lake:
-    """The first candidate from `rng` that `split` owns and whose goal is at most `max_moves` away.
+    """The first candidate from `rng` that `split` owns and whose goal is `min_moves` to `max_moves` away.
 
-    Both splits own maps of every size whatever the frozen share, because a goal beside the start needs no ice. So
-    RuntimeError after `max_candidates` means wrong arguments, not bad luck.
+    Both splits own maps of every size whatever the frozen share when `min_moves` is 1, because a goal beside the start
+    needs no ice; with far goals and little ice there may be none. ConfigError after `max_candidates`: wrong
+    arguments, not bad luck.
     """
     for _ in range(max_candidates):
         lake = draw_lake(rng, size=size, frozen=frozen)
         # The hash is far cheaper than the search and refuses most candidates of the small split.
-        if split_of(lake) == split and 0 < distances(lake)[lake.start] <= max_moves:
+        if split_of(lake) == split and min_moves <= distances(lake)[lake.start] <= max_moves:
             return lake
-    raise RuntimeError(
-        f"no {split} map of size {size}, frozen share {frozen:.2f} and at most {max_moves} moves "
-        f"among {max_candidates} candidates"
+    raise ConfigError(
+        f"no {split} map of size {size}, frozen share {frozen:.2f} and {min_moves} to {max_moves} moves "
+        f"among {max_candidates} candidates; far goals need ice to walk on: raise min_frozen or lower "
+        "min_moves_per_size"
     )

@@ -108,7 +108,7 @@ def make_lease(
         attempt=0,
         issued_version=issued_version,
         deadline_s=60.0,
-        root_score=Score(success=0.5, predictor_version=0),
+        root_score=Score(success=0.5, predictor_version=0, strength=2.0),
     )
 
 

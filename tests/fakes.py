@@ -350,7 +350,14 @@ class LoopLearner:
 
     def announce(self, version: int, *, epoch: int = 1) -> None:
         self.channel.announced.append(
-            VersionNotice(version=version, epoch=epoch, weights=f"v{version}", digest="", predictor={"of": version})
+            VersionNotice(
+                version=version,
+                epoch=epoch,
+                weights=f"v{version}",
+                digest="",
+                predictor=f"p{version}",
+                predictor_digest="",
+            )
         )
         self.channel.wake()
 

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from trace_async.config import CoordinatorConfig, TreeConfig
 from trace_async.coordination.coordinator import Coordinator
 from trace_async.coordination.leases import Counts
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.coordination.slots import Arrival, SlotState, parse_lease_id
-from trace_async.core.types import GroupVerdict, Json, Lease, Task
+from trace_async.core.types import GroupVerdict, Json, Lease, Prefix, Task
 from trace_async.ledger import Ledger
+from trace_async.methods.root_allocators import make_root_allocator
 from trace_async.prompts import PromptStream
 
 FAR = 10**9
@@ -35,9 +38,9 @@ class Belief(NamedTuple):
 class HashedBeliefs:
     """Some belief per prompt, always the same."""
 
-    def score_prompt(self, prompt_id: str) -> Belief:
-        draw = random.Random(prompt_id)
-        return Belief(0.5 + 3 * draw.random(), 0.5 + 3 * draw.random())
+    def score_prompts(self, prefixes: Sequence[Prefix]) -> list[Belief]:
+        draws = [random.Random(prefix.prompt_id) for prefix in prefixes]
+        return [Belief(0.5 + 3 * draw.random(), 0.5 + 3 * draw.random()) for draw in draws]
 
 
 class ManyTasks:
@@ -50,9 +53,17 @@ class ManyTasks:
         return Task(f"{split}-{index}", {"index": index})
 
 
-def make_tree_config(*, allocator: str = "trace", roots_per_step: int = 6, max_roots: int = 3) -> TreeConfig:
+def bare_prefix(task: Task) -> Prefix:
+    """A prompt of which only the name is known."""
+    return Prefix(prompt_id=task.task_id, turn_index=0, token_ids=np.empty(0, np.int32))
+
+
+def make_tree_config(*, root_allocator: str = "trace", roots_per_step: int = 6, max_roots: int = 3) -> TreeConfig:
     return TreeConfig(
-        allocator=allocator, roots_per_step=roots_per_step, max_roots_per_prompt=max_roots, continuations_per_root=1
+        root_allocator=root_allocator,
+        roots_per_step=roots_per_step,
+        max_roots_per_prompt=max_roots,
+        continuations_per_root=1,
     )
 
 
@@ -66,9 +77,14 @@ def make_road_config(*, max_age_steps: int = 2, max_attempts: int = 3) -> Coordi
     )
 
 
+def make_planner(prompts: PromptStream, *, tree: TreeConfig, seed: int = 3) -> RoundPlanner:
+    allocator = make_root_allocator(tree.root_allocator, tree.root_options)
+    return RoundPlanner(prompts, HashedBeliefs(), allocator, prefix_of=bare_prefix, tree=tree, candidates=8, seed=seed)
+
+
 def make_coordinator(*, tree: TreeConfig, road: CoordinatorConfig, epoch: int = 1, num_train: int = 0) -> Coordinator:
     prompts = PromptStream(ManyTasks(), num_train=num_train, seed=3)
-    planner = RoundPlanner(prompts, HashedBeliefs(), tree=tree, candidates=8, seed=3)
+    planner = make_planner(prompts, tree=tree)
     return Coordinator(planner, config=road, tree=tree, seed=3, epoch=epoch)
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from tests.builders import group_from_spec, spec
+from tests.fleet_world import bare_prefix
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
@@ -27,8 +28,10 @@ from trace_async.learning.learner import Learner
 from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.ledger import Ledger
 from trace_async.methods.credit import sibling_credit
+from trace_async.methods.root_allocators import make_root_allocator
 from trace_async.metrics import Row
-from trace_async.predictor import make_predictor
+from trace_async.predictors.protocol import Predictor
+from trace_async.predictors.registry import make_predictor
 from trace_async.prompts import PromptStream
 from trace_async.run_folder import RunFolder
 from trace_async.transport import wire
@@ -37,7 +40,9 @@ from trace_async.transport.channel_learner import ChannelHandler
 ROADS = CoordinatorConfig(
     max_age_steps=2, soft_age_steps=1, lease_deadline_s=30.0, max_attempts=3, heartbeat_s=1.0, dead_after_s=10.0
 )
-TREES = TreeConfig(allocator="uniform", roots_per_step=6, max_roots_per_prompt=3, continuations_per_root=0)
+TREES = TreeConfig(
+    allocator="uniform", root_allocator="even", roots_per_step=6, max_roots_per_prompt=3, continuations_per_root=0
+)
 
 
 def pure(*words: object) -> random.Random:
@@ -123,13 +128,17 @@ class FakePolicies:
         self.events = events
         self.fuse = fuse
         self.notices: list[VersionNotice] = []
+        self.predictors: list[Json] = []  # published with the notices
 
     def publish(
         self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
     ) -> VersionNotice:
         self.fuse.burn()
         self.events.append(f"publish {version}")
-        notice = VersionNotice(version=version, epoch=epoch, weights="none", digest="", predictor=predictor)
+        self.predictors.append(predictor)
+        notice = VersionNotice(
+            version=version, epoch=epoch, weights="none", digest="", predictor="none", predictor_digest=""
+        )
         self.notices.append(notice)
         return notice
 
@@ -366,6 +375,7 @@ class LearnerWorld:
     former_addresses: list[str] = field(default_factory=list)  # what each start was told
     fuse: Fuse = field(default_factory=Fuse)
     worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    make_predictor: Callable[[], Predictor] = lambda: make_predictor("beta", {}, seed=5, text_of=str)
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
@@ -376,12 +386,16 @@ class LearnerWorld:
     def make_learner(self, ledger: Ledger, *, clock: Callable[[], float] = loop_clock) -> Learner:
         """A learner process: everything in memory is new, the run folder and the actors are not."""
         self.trainer = FakeTrainer(self.events, self.fuse)
-        predictor = make_predictor("beta", {})
+        predictor, beliefs = self.make_predictor(), self.make_predictor()
         prompts = PromptStream(Tasks(), num_train=0, seed=5)
+        root_allocator = make_root_allocator(self.tree.root_allocator, self.tree.root_options)
         parts = LearnerParts(
             trainer=self.trainer,
             predictor=predictor,
-            planner=RoundPlanner(prompts, predictor, tree=self.tree, candidates=12, seed=5),
+            beliefs=beliefs,
+            planner=RoundPlanner(
+                prompts, beliefs, root_allocator, prefix_of=bare_prefix, tree=self.tree, candidates=12, seed=5
+            ),
             policies=self.policies,
             ledger=ledger,
             metrics=self.rows,

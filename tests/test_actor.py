@@ -32,12 +32,18 @@ from trace_async.acting.expansion import GrowthParts
 from trace_async.acting.turns import TurnPlayer
 from trace_async.core.types import Json, Lease, NodeState, VersionNotice
 from trace_async.errors import EngineError, InvariantError, PolicyError
+from trace_async.policy import FetchedVersion
 from trace_async.transport import channel
 
 
 def a_real_channel_fits(real: channel.ActorChannel) -> Channel:
     """For the type checker."""
     return real
+
+
+def fetched(notice: VersionNotice) -> FetchedVersion:
+    """What stands in the files of a notice that names none."""
+    return FetchedVersion(notice.weights.encode(), {"of": notice.predictor})
 
 
 class Scene:
@@ -57,7 +63,7 @@ class Scene:
         self.world = World()
         self.scorer = TableScorer()
         self.predictors: list[tuple[Json, int]] = []
-        self.fetch: Callable[[VersionNotice], bytes] = lambda notice: notice.weights.encode()
+        self.fetch: Callable[[VersionNotice], FetchedVersion] = fetched
         player = TurnPlayer(
             self.engine,
             WordRenderer(),
@@ -140,7 +146,7 @@ def test_no_tree_starts_before_a_version_is_loaded() -> None:
     scene = act(script)
     assert scene.learner.confirmed == [(12.0, 5, 1)]
     assert scene.engine.loads == [(5, 1, b"v5")]
-    assert scene.predictors == [({"of": 5}, 5)]
+    assert scene.predictors == [({"of": "p5"}, 5)]
     assert list(scene.learner.groups) == ["lease-0"]
 
 
@@ -175,10 +181,10 @@ def test_the_newest_epoch_wins_even_with_a_lower_version_and_an_old_tree_keeps_i
 
 
 def test_a_weight_file_that_is_gone_is_tried_again_with_a_newer_version_at_once() -> None:
-    def fetch(notice: VersionNotice) -> bytes:
+    def fetch(notice: VersionNotice) -> FetchedVersion:
         if notice.version < 2:
             raise PolicyError(f"v{notice.version} was retired")
-        return notice.weights.encode()
+        return fetched(notice)
 
     async def script(scene: Scene) -> None:
         scene.fetch = fetch
@@ -201,7 +207,7 @@ def test_a_version_that_the_engine_cannot_load_is_tried_again_with_a_newer_one_a
 
 
 def test_a_weight_file_that_never_comes_ends_the_actor_with_the_reason() -> None:
-    def fetch(notice: VersionNotice) -> bytes:
+    def fetch(notice: VersionNotice) -> FetchedVersion:
         raise PolicyError("digest differs")
 
     async def script(scene: Scene) -> None:

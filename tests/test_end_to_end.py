@@ -120,7 +120,7 @@ def test_a_run_trains_reports_and_leaves_a_policy_that_others_can_load(tmp_path:
     with training(folder.root, steps=4) as process:
         output = finish(process)
     summary = json.loads((folder.root / "summary.json").read_text())
-    assert output.splitlines()[-5:] == summary_lines(Summary(**summary), folder)
+    assert output.splitlines()[-6:] == summary_lines(Summary(**summary), folder)
     assert (summary["versions"], summary["steps"]) == (4, 4)
     assert summary["groups_trained"] + summary["groups_flat"] == len(consumed(folder))
     assert summary["groups_rejected"] == 0
@@ -131,7 +131,12 @@ def test_a_run_trains_reports_and_leaves_a_policy_that_others_can_load(tmp_path:
     rows = rows_of(folder)
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     assert summary["sampled_tokens"] == rows[-1]["rollout/sampled_tokens_total"] > 0
-    assert (folder.root / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("curve.png", "reliability.png"):
+        assert (folder.root / picture).read_bytes().startswith(b"\x89PNG")
+    assert summary["costs"]["sampled_tokens"] == summary["sampled_tokens"]
+    assert summary["costs"]["nominal_rollouts"] >= 4 * 12 * 1.5  # steps, roots, each with one continuation
+    assert summary["calibration"]["prompts"]["outcomes"] >= 4 * 12
+    assert 0 < summary["calibration"]["prefixes"]["brier"] < 1
     policy = AutoModelForCausalLM.from_pretrained(folder.policy, dtype=torch.float32)
     newest = sorted(folder.versions.glob("*_v000004.safetensors"))[-1]
     for name, tensor in load_file(newest).items():

@@ -140,7 +140,7 @@ def allocator_named(name: str, seed: int) -> Allocator:
 
 
 @pytest.mark.parametrize("kind", sorted(ENVIRONMENTS))
-@pytest.mark.parametrize("method", ["scatter", "trace", "random"])
+@pytest.mark.parametrize("method", ["scatter", "trace", "random", "arpo"])
 @FEW_AND_MANY
 def test_a_tree_is_complete_within_its_budget_whatever_fails_and_in_whatever_order(
     kind: str, method: str, num_seeds: int

@@ -21,7 +21,8 @@ LAYERS = {
     "methods": ("methods.*", "methods"),
     "adapters": (
         *("transport", "transport.*", "ledger", "learning.checkpoint", "run_folder", "metrics"),
-        *("engines", "engines.*", "trainer", "policy", "predictor", "scoring", "prompts", "rendering"),
+        *("engines", "engines.*", "trainer", "policy", "scoring", "prompts", "rendering"),
+        *("predictors", "predictors.*", "prefixes"),
         *("app.processes", "app.stopping"),
     ),
     "growth": ("acting.turns", "acting.expansion", "acting.story", "acting.versions"),
@@ -37,6 +38,7 @@ ADAPTER_FRIENDS = {
     ("transport", "transport"),
     ("engines", "engines"),
     ("ledger", "transport"),
+    ("predictors", "predictors"),
 }
 """Adapters do not know each other, except these pairs of rooms (who imports, what)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -331,6 +332,15 @@ def test_the_same_seed_gives_the_same_batches_after_kills_when_every_step_waits_
     run(killed.train())
 
     assert killed.trainer.weights == whole.trainer.weights
+    assert figures(killed) == figures(whole)
+
+
+def figures(world: LearnerWorld) -> dict[str, float]:
+    """What the last row says about predictions and costs; all but seconds, which a kill may add to."""
+    stages = ("predictor/", "allocation/", "cost/", "rollout/sampled_tokens_total")
+    last = world.rows.rows[-1]
+    known = {key: value for key, value in last.items() if not math.isnan(value)}
+    return {key: value for key, value in known.items() if key.startswith(stages) and key != "cost/wall_s_total"}
 
 
 def test_a_resumed_run_counts_on_from_the_checkpoint(tmp_path: Path) -> None:
@@ -342,7 +352,11 @@ def test_a_resumed_run_counts_on_from_the_checkpoint(tmp_path: Path) -> None:
     run(world.train())
 
     assert state["step"] == 4
-    assert world.rows.rows[-1]["rollout/sampled_tokens_total"] == state["sampled_tokens"] + 12
+    last = world.rows.rows[-1]
+    assert last["rollout/sampled_tokens_total"] == state["costs"]["sampled_tokens"] + 12 == 5 * 12
+    assert last["cost/environment_steps_total"] == last["cost/nominal_rollouts_total"] == 5 * 6
+    assert last["cost/wall_s_total"] > state["costs"]["wall_s"] > 0
+    assert last["predictor/prompts/outcomes"] == 6
     assert world.rows.rows[-1]["training/epoch"] == 2
     assert [notice.epoch for notice in world.policies.notices][-2:] == [2, 2]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import chain_group, group_from_spec, spec
-from trace_async.core.types import ActorStatus, Group, GrownBy, Score
+from trace_async.core.types import ActorStatus, Group, GrownBy
 from trace_async.learning.batching import Batch, BatchRule, make_batch
-from trace_async.learning.measures import Rates, batch_measures, root_outcomes
+from trace_async.learning.measures import Rates, batch_measures
 from trace_async.methods.credit import sibling_credit
 
 RULE = BatchRule(credit=sibling_credit, soft_age_steps=1, max_age_steps=2, pad_id=0, micro_batch_tokens=64)
@@ -32,18 +32,6 @@ def test_success_counts_root_rollouts_only_and_the_score_every_end() -> None:
 
     assert row["rollout/success"] == pytest.approx(1 / 2)
     assert row["critic/score/mean"] == pytest.approx(1 / 3)
-
-
-def test_a_root_rollout_is_followed_along_its_own_chain() -> None:
-    assert sorted(root_outcomes(branched()).tolist()) == [0.0, 1.0]
-
-
-def test_the_brier_score_is_of_single_root_outcomes() -> None:
-    group = replace(chain_group((1.0, 0.0, 0.0)), root_score=Score(success=0.25, predictor_version=0))
-
-    row = batch_measures(batch_of(group), max_age_steps=2)
-
-    assert row["predictor/brier"] == pytest.approx((0.75**2 + 0.25**2 + 0.25**2) / 3)
 
 
 def test_effective_ratio_is_the_share_of_groups_with_different_outcomes() -> None:
@@ -73,7 +61,7 @@ def test_failed_nodes_are_neither_turns_nor_invalid() -> None:
 def test_what_is_not_known_is_nan_and_not_zero() -> None:
     row = batch_measures(batch_of(group_from_spec([spec(failed=True)])), max_age_steps=2)
 
-    for key in ("rollout/success", "critic/score/mean", "predictor/brier", "staleness/age_mean", "staleness/age_max"):
+    for key in ("rollout/success", "critic/score/mean", "staleness/age_mean", "staleness/age_max"):
         assert math.isnan(row[key])
 
 

@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
-SOURCES = ("learning/measures.py", "learning/train_loop.py", "trainer.py", "metrics.py", "methods/objective.py")
-STAGES = "training|timing_s|rollout|critic|predictor|engine|wire|groups|permits|shelf|staleness|actor|objective"
-KEY = re.compile(rf"(?:{STAGES}|<x>)/[\w<>/]+")
+SOURCES = (
+    *("learning/measures.py", "learning/costs.py", "learning/honesty.py", "learning/train_loop.py"),
+    *("trainer.py", "metrics.py", "methods/objective.py"),
+)
+STAGES = (
+    *("training", "timing_s", "rollout", "critic", "predictor", "allocation", "engine", "wire", "groups", "permits"),
+    *("shelf", "staleness", "actor", "objective", "cost"),
+)
+KEY = re.compile(rf"(?:{'|'.join(STAGES)}|<x>)/[\w<>/]+")
 
 
 def keys_in_source() -> Iterator[str]:

@@ -19,21 +19,24 @@ def writes(content: bytes) -> Callable[[Path], None]:
 
 
 def test_what_was_published_is_what_is_fetched(tmp_path: Path) -> None:
-    notice = publish(tmp_path, version=3, epoch=1, write=writes(b"weights"), predictor={"a": 1})
-    assert fetch(notice) == b"weights"
-    assert (notice.version, notice.epoch, notice.predictor) == (3, 1, {"a": 1})
+    predictor = {"kind": "beta", "prompts": [["a", 0.1, 2.0, 3.0]]}
+    notice = publish(tmp_path, version=3, epoch=1, write=writes(b"weights"), predictor=predictor)
+    assert fetch(notice) == (b"weights", predictor)
+    assert (notice.version, notice.epoch) == (3, 1)
 
 
-def test_a_damaged_file_is_refused_with_both_digests(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("path", "digest"), [("weights", "digest"), ("predictor", "predictor_digest")])
+def test_a_damaged_file_is_refused_with_both_digests(tmp_path: Path, path: str, digest: str) -> None:
     notice = publish(tmp_path, version=3, epoch=0, write=writes(b"old"), predictor={})
-    Path(notice.weights).write_bytes(b"new")
-    with pytest.raises(PolicyError, match=f"version 3.*{notice.digest[:12]}"):
+    Path(getattr(notice, path)).write_bytes(b'{"new": 1}')
+    with pytest.raises(PolicyError, match=f"version 3.*{getattr(notice, digest)[:12]}"):
         fetch(notice)
 
 
-def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["weights", "predictor"])
+def test_a_missing_file_is_refused_with_the_cure(tmp_path: Path, path: str) -> None:
     notice = publish(tmp_path, version=1, epoch=0, write=writes(b"x"), predictor={})
-    Path(notice.weights).unlink()
+    Path(getattr(notice, path)).unlink()
     with pytest.raises(PolicyError, match="run folder must be reachable"):
         fetch(notice)
 
@@ -53,7 +56,9 @@ def test_retiring_keeps_the_newest_across_epochs(tmp_path: Path) -> None:
         publish(tmp_path, version=version, epoch=epoch, write=writes(b"x"), predictor={})
     retire(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "e001_v000008.predictor.json",
         "e001_v000008.safetensors",
+        "e001_v000009.predictor.json",
         "e001_v000009.safetensors",
     ]
     with pytest.raises(ValueError, match="at least 1"):

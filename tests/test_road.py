@@ -37,7 +37,9 @@ def make_road(incarnation: str = "1") -> ActorRoad:
 
 
 def notice(version: int, epoch: int) -> wire.Notice:
-    return wire.Notice(notice=VersionNotice(version=version, epoch=epoch, weights="w", digest="d"))
+    return wire.Notice(
+        notice=VersionNotice(version=version, epoch=epoch, weights="w", digest="d", predictor="p", predictor_digest="e")
+    )
 
 
 class Network:

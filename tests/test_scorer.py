@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 
 from tests.virtual_time import run
-from trace_async.core.types import FloatArray, Group, Json, Prefix, Score
+from trace_async.core.types import FloatArray, Prefix, Score
 from trace_async.errors import PredictorError
-from trace_async.predictor import Belief
 from trace_async.scoring import BatchScorer
 
 
@@ -26,6 +26,7 @@ class ScriptedPredictor:
 
     def __init__(self, answer: Callable[[Sequence[Prefix]], FloatArray] | None = None) -> None:
         self.version = 3
+        self.quick_batch = 64
         self.batches: list[list[int]] = []
         self._answer = answer
 
@@ -34,16 +35,6 @@ class ScriptedPredictor:
         if self._answer is not None:
             return self._answer(prefixes)
         return np.array([prefix.turn_index / 100 for prefix in prefixes], np.float32)
-
-    def score_prompt(self, prompt_id: str) -> Belief:
-        return Belief(1.0, 1.0)
-
-    def observe(self, group: Group) -> None: ...
-
-    def state(self) -> Json:
-        return {}
-
-    def load(self, state: Json, *, version: int) -> None: ...
 
 
 async def score_all(scorer: BatchScorer, turns: Sequence[int]) -> list[Score]:
@@ -163,3 +154,129 @@ def test_a_waiter_cancelled_while_its_answer_arrives_leaves_nothing_behind(fails
 
 def broken(prefixes: Sequence[Prefix]) -> FloatArray:
     raise RuntimeError(f"cannot score {len(prefixes)} prefixes")
+
+
+# ---- what may take long ------------------------------------------------------------------------------------------
+
+
+class SlowPredictor(ScriptedPredictor):
+    """Needs a thread; notes on which it was called; each call waits until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick_batch = 0
+        self.threads: set[int] = set()
+        self.may_go_on = threading.Semaphore(0)
+        self.called = threading.Semaphore(0)
+        self.on_call: Callable[[], None] = lambda: None
+
+    def predict(self, prefixes: Sequence[Prefix]) -> FloatArray:
+        self.threads.add(threading.get_ident())
+        self.called.release()
+        assert self.may_go_on.acquire(timeout=10)
+        self.on_call()
+        return super().predict(prefixes)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.001)
+
+
+def test_a_quick_predictor_is_never_given_more_than_it_is_quick_for_and_the_loop_turns_in_between() -> None:
+    predictor = ScriptedPredictor()
+    predictor.quick_batch = 2
+    scorer = BatchScorer(predictor, max_batch=100)
+    turns_of_the_loop: list[int] = []
+
+    async def tick() -> None:
+        for _ in range(6):
+            turns_of_the_loop.append(len(predictor.batches))
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        async with asyncio.TaskGroup() as group:
+            for turn in range(6):
+                group.create_task(scorer.score(prefix_of("a", turn)))
+            group.create_task(tick())
+
+    run(scene())
+    assert predictor.batches == [[0, 1], [2, 3], [4, 5]]
+    assert {1, 2, 3} <= set(turns_of_the_loop)
+
+
+def test_a_slow_predictor_works_in_one_thread_of_its_own_while_the_loop_goes_on() -> None:
+    predictor = SlowPredictor()
+    scorer = BatchScorer(predictor, max_batch=3)
+
+    async def scene() -> list[Score]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(scorer.score(prefix_of("a", turn))) for turn in (1, 2)]
+            await until(lambda: predictor.called.acquire(blocking=False))
+            assert scorer.num_waiting == 2
+            # asked while a call is under way: the next call, as many as fit
+            tasks += [group.create_task(scorer.score(prefix_of("a", turn))) for turn in (3, 4, 5, 6)]
+            await asyncio.sleep(0.02)
+            assert predictor.batches == []
+            assert scorer.num_waiting == 6
+            predictor.may_go_on.release(3)
+        return [task.result() for task in tasks]
+
+    scores = asyncio.run(scene())
+    assert predictor.batches == [[1, 2], [3, 4, 5], [6]]
+    assert [round(100 * score.success) for score in scores] == [1, 2, 3, 4, 5, 6]
+    assert len(predictor.threads) == 1
+    assert threading.get_ident() not in predictor.threads
+    assert scorer.num_waiting == 0
+
+
+def test_parameters_that_arrive_while_the_thread_predicts_are_asked_again_and_stamped() -> None:
+    predictor = SlowPredictor()
+
+    def load_once() -> None:
+        predictor.version, predictor.on_call = 4, lambda: None
+
+    predictor.on_call = load_once
+    predictor.may_go_on.release(2)
+    score = asyncio.run(BatchScorer(predictor, max_batch=3).score(prefix_of("a", 1)))
+    assert score.predictor_version == 4
+    assert predictor.batches == [[1], [1]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_waiter_cancelled_while_the_thread_predicts_leaves_the_others_their_answer(fails: bool) -> None:
+    predictor = SlowPredictor()
+    if fails:
+        predictor.on_call = lambda: broken(())  # type: ignore[assignment]  # raises
+    scorer = BatchScorer(predictor, max_batch=8)
+
+    async def scene() -> list[Score | BaseException]:
+        tasks = [asyncio.ensure_future(scorer.score(prefix_of("a", turn))) for turn in (1, 2)]
+        await until(lambda: predictor.called.acquire(blocking=False))
+        tasks[0].cancel()
+        predictor.may_go_on.release()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, second = asyncio.run(scene())
+    assert isinstance(first, asyncio.CancelledError)
+    assert isinstance(second, PredictorError if fails else Score)
+    if fails:
+        assert "prompt a after 2 turns: RuntimeError: cannot score" in str(second)
+
+
+def test_a_loop_that_ends_while_the_thread_predicts_takes_nobody_down(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = SlowPredictor()
+
+    async def scene() -> None:
+        task = asyncio.ensure_future(BatchScorer(predictor, max_batch=8).score(prefix_of("a", 1)))
+        await until(lambda: predictor.called.acquire(blocking=False))
+        task.cancel()
+
+    asyncio.run(scene())
+    predictor.may_go_on.release()
+    gc.collect()  # the scorer's thread ends with the scorer
+    for thread in [thread for thread in threading.enumerate() if thread.ident in predictor.threads]:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert caplog.records == []

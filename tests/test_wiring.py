@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from trace_async.app import wiring
+from trace_async.app import checks, wiring
 from trace_async.config import Config, EnvironmentConfig, PolicyConfig, TreeConfig
 from trace_async.errors import ConfigError, PolicyError
 
 
 def test_the_default_configuration_passes() -> None:
-    wiring.check_parts(Config())
+    checks.check_parts(Config())
 
 
 def test_a_context_longer_than_the_models_positions_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"max_context_tokens is 600, more than the 512 positions"):
-        wiring.check_parts(Config(tree=TreeConfig(max_context_tokens=600)))
+        checks.check_parts(Config(tree=TreeConfig(max_context_tokens=600)))
 
 
 def test_shipped_weights_that_are_not_their_recipes_are_refused(
@@ -40,8 +40,16 @@ def test_shipped_weights_that_are_not_their_recipes_are_refused(
         (Config(policy=PolicyConfig(path="/nowhere")), "no transformers folder"),
         (Config(environment=EnvironmentConfig(name="chess")), "no environment 'chess'"),
         (Config(tree=replace(TreeConfig(), allocator="tracer")), "tracer"),
+        (Config(tree=replace(TreeConfig(), root_allocator="evn")), "tree.root_allocator = 'evn'.*did you mean 'even'"),
+        (Config(tree=replace(TreeConfig(), root_options={"clipp": 0.1})), "tree.root_options.clipp is no option here"),
     ],
 )
 def test_names_that_stand_for_nothing_are_refused_with_what_is_known(config: Config, message: str) -> None:
     with pytest.raises((ConfigError, PolicyError), match=message):
-        wiring.check_parts(config)
+        checks.check_parts(config)
+
+
+def test_a_floor_that_the_roots_of_a_step_cannot_pay_is_refused_before_the_run() -> None:
+    tree = TreeConfig(root_options={"least": 1})
+    with pytest.raises(ConfigError, match=r"64 root rollouts cannot be spent on 128 prompts, which take 128 to 1024"):
+        checks.check_parts(Config(tree=tree))

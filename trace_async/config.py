@@ -43,8 +43,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    allocator: str = "trace"  # see methods/registry.py
+    allocator: str = "trace"  # who grows where inside a tree; see methods/allocators.py
     options: dict[str, Any] = field(default_factory=dict)  # the allocator's own
+    root_allocator: str = "trace"  # which prompts get how many roots; see methods/root_allocators.py
+    root_options: dict[str, Any] = field(default_factory=dict)  # the root allocator's own
     roots_per_step: int = 64  # M, root rollouts consumed per optimizer step
     continuations_per_root: int = 2  # N
     max_roots_per_prompt: int = 8  # root rollouts one tree may get in a round
@@ -55,15 +57,15 @@ class TreeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsConfig:
     num_train: int = 1024  # size of the training pool; 0 = unlimited
-    candidates_per_round: int = 128  # pool over which one round's roots are allocated
+    candidates_per_round: int = 128  # pool over which one round's roots are allocated; "even" draws what it needs
     num_heldout: int = 512  # size of the pool that evaluation draws from; never trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorConfig:
-    kind: str = "beta"  # "beta": a posterior per prompt and turn
+    kind: str = "beta"  # "beta", "hashed" or "embedding"; see docs/predictor.md
     options: dict[str, Any] = field(default_factory=dict)  # the predictor's own
-    max_batch: int = 256  # prefixes scored in one call
+    max_batch: int = 256  # prefixes scored in one call, at most; a predictor may want fewer
     deadline_s: float = 10.0  # for one score; missing it fails the node
 
 
@@ -104,7 +106,7 @@ class LearnerConfig:
     threads: int = 1  # torch threads of the learner process
     checkpoint_every_steps: int = 20  # one more is made at the end
     keep_checkpoints: int = 2  # older ones are deleted
-    credit: str = "sibling"  # see methods/credit.py
+    credit: str = "sibling_shrunk"  # docs/credit.md says what each rule does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    num_prompts: int = 512  # held-out tasks played before and after
+    num_prompts: int = 512  # held-out tasks played before and after; 0 = none
     greedy: bool = True  # play them with the most likely tokens
     sampled: bool = True  # play them with sampled tokens
 

@@ -85,7 +85,7 @@ RANGES: dict[str, Range] = {
     "objective.veto_low": Range(0, 1, below=True),
     "objective.veto_high": Range(1, above=True),
     "objective.veto_token": Range(0, 1, below=True),
-    "evaluation.num_prompts": _COUNT,
+    "evaluation.num_prompts": _COUNT_OR_NONE,
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -92,3 +92,6 @@ class EnvironmentKit(NamedTuple):
 
     make_environment: EnvironmentFactory
     tasks: TaskSource
+    opening: Callable[[Task], tuple[Message, ...]] | None = None
+    """What `reset` returns for a task, without starting an episode: pure and cheap. Lets prompts never visited be
+    scored by their text; without it they are scored as any unseen prompt."""

@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol, TypeAlias
 
-Row: TypeAlias = Mapping[str, float | int | str | bool | None]
+Value: TypeAlias = float | int | str | bool | Sequence[Sequence[float]] | None
+"""A scalar, or a small table of finite numbers, which TensorBoard does not get."""
+
+Row: TypeAlias = Mapping[str, Value]
 
 STEP = "training/global_step"
 """The key that orders rows; rows without it go to TensorBoard nowhere."""
@@ -121,7 +124,7 @@ def open_tensorboard(directory: Path) -> ScalarWriter | None:
     return writer
 
 
-def _finite(value: float | int | str | bool | None) -> float | int | str | bool | None:
+def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

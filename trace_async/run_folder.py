@@ -11,7 +11,7 @@
     RUN/policy/           the trained policy, a transformers folder
     RUN/evaluation/       before.json, after.json
     RUN/logs/             learner.log, actor-0.log, ...
-    RUN/summary.json, RUN/curve.png
+    RUN/summary.json, RUN/curve.png, RUN/reliability.png
 
 Never decides what is in the files.
 """
@@ -82,6 +82,10 @@ class RunFolder:
     @property
     def curve(self) -> Path:
         return self.root / "curve.png"
+
+    @property
+    def reliability(self) -> Path:
+        return self.root / "reliability.png"
 
     def evaluation(self, label: str) -> Path:
         """The result of one evaluation; `label` is "before" or "after"."""

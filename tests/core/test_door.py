@@ -93,6 +93,8 @@ CORRUPTIONS: dict[str, list[Corruption]] = {
         lambda group, rng: Score(success=1.5, predictor_version=0),
         lambda group, rng: Score(success=0.5, predictor_version=-1),
         lambda group, rng: Score(success=NAN, predictor_version=-2),
+        lambda group, rng: Score(success=0.5, predictor_version=0, strength=0.0),
+        lambda group, rng: Score(success=NAN, predictor_version=0, strength=2.0),
     ],
     "prompt_ids": [at("prompt_ids", -1), lambda group, rng: group.prompt_ids[:0]],
     "parent": [

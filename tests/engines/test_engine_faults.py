@@ -50,7 +50,7 @@ def test_a_file_that_is_retired_while_the_batch_drains_is_loaded_all_the_same(tm
 
     notice = policy.publish(tmp_path, version=1, epoch=1, write=write, predictor={})
 
-    def fetch(notice: VersionNotice) -> bytes:
+    def fetch(notice: VersionNotice) -> policy.FetchedVersion:
         data = policy.fetch(notice)
         Path(notice.weights).unlink()
         return data

@@ -145,6 +145,21 @@ def test_both_splits_have_maps_at_every_size_even_with_no_ice_or_no_hole(frozen:
             assert split_of(Lake.parse(rows)) == split
 
 
+def test_goals_are_as_far_away_as_the_options_demand() -> None:
+    options = FrozenLakeOptions(sizes=(3, 5), min_moves_per_size=1.0)
+    tasks = [FrozenLakeTasks(options).task("train", index) for index in range(60)]
+    assert {len(task.data["map"]) for task in tasks} == {3, 5}
+    assert all(len(task.data["map"]) <= task.data["shortest"] <= 2 * len(task.data["map"]) for task in tasks)
+    halves = FrozenLakeTasks(FrozenLakeOptions(sizes=(3,), min_moves_per_size=0.5))
+    assert min(halves.task("train", index).data["shortest"] for index in range(60)) == 2  # rounded up
+
+
+def test_options_that_no_map_fits_are_refused_with_the_cure() -> None:
+    tasks = FrozenLakeTasks(FrozenLakeOptions(sizes=(4,), min_frozen=0.0, max_frozen=0.0, min_moves_per_size=2.0))
+    with pytest.raises(ConfigError, match=r"8 to 8 moves .* raise min_frozen or lower min_moves_per_size"):
+        tasks.task("train", 0)
+
+
 def test_unknown_splits_and_negative_indices_are_refused() -> None:
     tasks = FrozenLakeTasks(FrozenLakeOptions())
     with pytest.raises(ConfigError, match="unknown split 'test'"):
@@ -262,6 +277,7 @@ def test_perfect_demonstrations_walk_a_shortest_path_and_random_ones_mostly_fail
         ({"success_rate": 0}, "0 < rate <= 1"),
         ({"style": "verbose"}, "one of compact, full"),
         ({"max_turns_per_size": 0}, ">= 1"),
+        ({"min_moves_per_size": 3.0}, "need 0 <= it <= max_turns_per_size = 2"),
         ({"map_seed": -1}, ">= 0"),
     ],
 )

@@ -22,6 +22,7 @@ from envs.frozenlake_map import (
     split_of,
     transitions,
 )
+from trace_async.errors import ConfigError
 
 lakes = st.builds(
     lambda seed, size, frozen: draw_lake(np.random.default_rng(seed), size=size, frozen=frozen),
@@ -132,7 +133,7 @@ def test_a_map_belongs_to_one_split_whatever_the_seed_and_about_one_in_eight_is_
 
 def test_a_search_for_maps_that_cannot_exist_ends_with_its_numbers() -> None:
     rng = np.random.default_rng(4)
-    with pytest.raises(RuntimeError, match=r"no train map of size 9.*at most 0 moves among 50 candidates"):
+    with pytest.raises(ConfigError, match=r"no train map of size 9.*1 to 0 moves among 50 candidates"):
         find_lake(rng, split="train", size=9, frozen=0.9, max_moves=0, max_candidates=50)
 
 

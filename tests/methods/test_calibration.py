@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_async.methods.calibration import brier, ece, log_loss, spearman
+from trace_async.methods.calibration import Floats, brier, ece, ece_of, log_loss, reliability, spearman
 
 
 def test_always_saying_one_half_has_the_known_scores() -> None:
@@ -55,3 +55,58 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         brier([0.5], [1, 0])
     with pytest.raises(ValueError, match="finite"):
         brier([float("nan")], [1])
+
+
+def slow_ece(predicted: list[float], happened: list[int], bins: int) -> float:
+    """By the book: for each bin the gap of the two means, weighted by the share of pairs in the bin."""
+    total = 0.0
+    for number in range(bins):
+        low, high = number / bins, (number + 1) / bins
+        inside = [i for i, p in enumerate(predicted) if low <= p < high or (p == 1.0 and number == bins - 1)]
+        if inside:
+            confidence = sum(predicted[i] for i in inside) / len(inside)
+            accuracy = sum(happened[i] for i in inside) / len(inside)
+            total += len(inside) / len(predicted) * abs(confidence - accuracy)
+    return total
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 64).map(lambda n: n / 64), st.integers(0, 1)), min_size=1, max_size=40)
+
+
+@given(PAIRS, st.sampled_from([1, 2, 4, 16]))
+def test_scores_agree_with_the_slow_way(pairs: list[tuple[float, int]], bins: int) -> None:
+    predicted, happened = [p for p, _ in pairs], [y for _, y in pairs]
+    clipped = [min(max(p, 1e-7), 1 - 1e-7) for p in predicted]
+    losses = [-math.log(p if y else 1 - p) for p, y in zip(clipped, happened, strict=True)]
+
+    assert brier(predicted, happened) == pytest.approx(sum((p - y) ** 2 for p, y in pairs) / len(pairs))
+    assert log_loss(predicted, happened) == pytest.approx(sum(losses) / len(pairs))
+    assert ece(predicted, happened, bins=bins) == pytest.approx(slow_ece(predicted, happened, bins))
+
+
+@given(PAIRS)
+def test_scores_do_not_depend_on_the_order_of_pairs(pairs: list[tuple[float, int]]) -> None:
+    forth, back = zip(*pairs, strict=True), zip(*pairs[::-1], strict=True)
+    (p, y), (q, z) = forth, back
+    for score in (brier, log_loss, ece, spearman):
+        assert score(p, y) == pytest.approx(score(q, z), nan_ok=True)
+
+
+def test_a_reliability_table_by_hand() -> None:
+    table = reliability([0.0, 0.2, 0.6, 1.0], [0, 1, 1, 1], bins=2)
+    assert table.tolist() == [[2, pytest.approx(0.2), 1], [2, pytest.approx(1.6), 2]]
+    assert ece_of(table) == pytest.approx((0.8 + 0.4) / 4)
+
+
+@given(PAIRS, PAIRS)
+def test_tables_of_two_steps_add_up_to_the_table_of_both(
+    first: list[tuple[float, int]], second: list[tuple[float, int]]
+) -> None:
+    def table(pairs: list[tuple[float, int]]) -> Floats:
+        return reliability([p for p, _ in pairs], [y for _, y in pairs], bins=20)
+
+    assert table(first) + table(second) == pytest.approx(table(first + second))
+
+
+def test_an_empty_table_has_no_calibration_error() -> None:
+    assert math.isnan(ece_of(np.zeros((10, 3))))

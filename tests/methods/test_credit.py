@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -20,6 +21,7 @@ from trace_async.methods.credit import CREDITS, credit_rule, flat_credit, siblin
 Floats = NDArray[np.float64]
 SEEDS = st.integers(0, 2**32 - 1)
 RULES = st.sampled_from(sorted(CREDITS))
+BY_DRAWS = ("sibling", "sibling_shrunk", "split")
 
 
 def leaf(outcome: float) -> TurnSpec:
@@ -67,6 +69,15 @@ def test_two_pairs_of_leaves_by_hand() -> None:
     np.testing.assert_allclose(sibling.advantage, [0.5, 1, -1, -0.5, 0, 0])
     np.testing.assert_allclose(sibling.mass, [1 / 2, 1 / 4, 1 / 4, 1 / 2, 1 / 4, 1 / 4])
     np.testing.assert_allclose(flat.advantage, [0.25, 0.75, -0.25, -0.25, -0.25, -0.25])
+
+
+def test_a_parents_baseline_counts_as_two_more_siblings_by_hand() -> None:
+    first, second = two_pairs()
+    credit = CREDITS["sibling_shrunk"](group_from_spec([spec(*first.children, leaf(1.0)), second]))
+
+    # first turns 2/3 and 0 have each other for a baseline, so 0 and 2/3; below them two siblings or one, and twice that
+    expected = [2 / 3, 1 - 1 / 4, 0 - 2 / 4, 1 - 1 / 4, -2 / 3, 0 - 4 / 9, 0 - 4 / 9]
+    np.testing.assert_allclose(credit.advantage, expected, rtol=1e-6)
 
 
 def test_a_further_leaf_pulls_the_flat_mean_but_not_the_hierarchical_one() -> None:
@@ -132,7 +143,8 @@ def test_normalised_flat_credit_is_the_z_score_of_chains() -> None:
 @settings(max_examples=150)
 @given(RULES, SEEDS)
 def test_masses_of_children_sum_to_their_parents(name: str, seed: int) -> None:
-    group = random_group(np.random.default_rng(seed), continuations=6, failures=0.2, selected=name != "sibling")
+    selected = name not in BY_DRAWS  # whose masses leave them out
+    group = random_group(np.random.default_rng(seed), continuations=6, failures=0.2, selected=selected)
     credit = CREDITS[name](group)
     has_leaf = ~np.isnan(credit.value)
     for turn in [-1, *np.flatnonzero(group.state == NodeState.EXPANDED).tolist()]:
@@ -142,6 +154,28 @@ def test_masses_of_children_sum_to_their_parents(name: str, seed: int) -> None:
     assert ((credit.mass > 0) == has_leaf).all()
     assert np.isfinite(credit.advantage).all()
     assert (credit.advantage[~has_leaf] == 0).all()
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(BY_DRAWS), SEEDS)
+def test_selected_turns_and_all_below_them_carry_nothing(name: str, seed: int) -> None:
+    group = random_group(np.random.default_rng(seed), continuations=6)
+    credit = CREDITS[name](group)
+    chosen = group.grown_by == GrownBy.SELECTED
+    for turn, parent in enumerate(group.parent.tolist()):
+        chosen[turn] |= parent >= 0 and chosen[parent]
+    assert not credit.mass[chosen].any()
+    assert not credit.advantage[chosen].any()
+
+
+@settings(max_examples=60)
+@given(RULES, SEEDS, st.integers(-2, 2))
+def test_outcomes_that_are_all_higher_by_the_same_get_the_same_credit(name: str, seed: int, shift: int) -> None:
+    group = random_group(np.random.default_rng(seed), continuations=6)
+    raised, first = replace(group, outcome=group.outcome + np.float32(shift)), CREDITS[name](group)
+    second = CREDITS[name](raised)
+    np.testing.assert_allclose(second.advantage, first.advantage, atol=1e-6)
+    np.testing.assert_allclose(second.value, first.value + shift, atol=1e-6)
 
 
 @settings(max_examples=100)

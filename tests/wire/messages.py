@@ -63,7 +63,7 @@ EXAMPLE_GROUP = Group(
     prompt_id="p3",
     environment="frozenlake",
     budget=TreeBudget(roots=2, continuations=1),
-    root_score=Score(success=0.25, predictor_version=7),
+    root_score=Score(success=0.25, predictor_version=7, strength=3.5),
     prompt_ids=ints(1, 2, 3),
     parent=ints(-1, 0, -1),
     action_lengths=ints(2, 1, 0),
@@ -99,7 +99,12 @@ EXAMPLE_LEASE = Lease(
     root_score=Score(success=NAN, predictor_version=-1),
 )
 EXAMPLE_NOTICE = VersionNotice(
-    version=8, epoch=2, weights="runs/x/8.safetensors", digest="ab" * 32, predictor={"p3": [1.5, 2.0]}
+    version=8,
+    epoch=2,
+    weights="runs/x/8.safetensors",
+    digest="ab" * 32,
+    predictor="runs/x/8.predictor.json",
+    predictor_digest="cd" * 32,
 )
 EXAMPLE_STATUS = ActorStatus(
     actor_id="actor-1",
@@ -145,8 +150,10 @@ _JSON = st.dictionaries(
     st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3)),
     max_size=3,
 )
-_SCORE = st.builds(Score, success=_NUMBER, predictor_version=_INT)
-_NOTICE = st.builds(VersionNotice, version=_INT, epoch=_INT, weights=_TEXT, digest=_TEXT, predictor=_JSON)
+_SCORE = st.builds(Score, success=_NUMBER, predictor_version=_INT, strength=_NUMBER)
+_NOTICE = st.builds(
+    VersionNotice, version=_INT, epoch=_INT, weights=_TEXT, digest=_TEXT, predictor=_TEXT, predictor_digest=_TEXT
+)
 _LEASE = st.builds(
     Lease,
     lease_id=_ID, prompt_id=_ID, task=st.builds(Task, _TEXT, _JSON),

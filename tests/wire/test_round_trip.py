@@ -111,11 +111,16 @@ def test_numbers_from_numpy_are_taken_as_the_numbers_they_are() -> None:
     assert b'"deadline_s":0.5,' in wire.encode(wire.LeaseMessage(lease=lease))[1]
 
 
-def test_a_notice_may_carry_much_more_state_than_an_actor_may_send() -> None:
-    notice = replace(EXAMPLE_NOTICE, predictor={"weights": "x" * (2 * wire.MAX_HEADER_BYTES)})
-    frames = wire.encode(wire.Notice(notice=notice))
-    assert wire.MAX_HEADER_BYTES < len(frames[1]) < wire.MAX_STATE_BYTES
-    assert same(wire.decode_from_learner(frames), wire.Notice(notice=notice))
+def test_a_welcome_may_carry_much_more_configuration_than_an_actor_may_send() -> None:
+    config = {"environment": {"text": "x" * (2 * wire.MAX_HEADER_BYTES)}}
+    welcome = wire.Welcome(epoch=1, run_name="run", config=config, notice=EXAMPLE_NOTICE)
+    frames = wire.encode(welcome)
+    assert wire.MAX_HEADER_BYTES < len(frames[1]) < wire.MAX_CONFIG_BYTES
+    assert same(wire.decode_from_learner(frames), welcome)
+
+
+def test_a_notice_is_small_however_large_weights_and_predictor_are() -> None:
+    assert sum(map(len, wire.encode(wire.Notice(notice=EXAMPLE_NOTICE)))) < 500
 
 
 def test_the_cost_of_a_group_grows_with_its_size_and_not_faster() -> None:

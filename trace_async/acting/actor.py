@@ -33,6 +33,7 @@ from trace_async.acting.versions import VersionedEngine, VersionFollower, Versio
 from trace_async.core.group import cut_group
 from trace_async.core.types import ROOT, ActorStatus, Group, Json, Lease, VersionNotice
 from trace_async.errors import InvariantError, Recoverable, WireError
+from trace_async.policy import FetchedVersion
 from trace_async.transport.wire import Ack, Hello
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Actor:
         actor_id: str,
         channel: Channel,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], bytes],
+        fetch: Callable[[VersionNotice], FetchedVersion],
         load_predictor: Callable[[Json, int], None],
         parts: GrowthParts,
         environment: str,
@@ -82,7 +83,7 @@ class Actor:
         drain_s: float,
         max_live_roots: int,
     ) -> None:
-        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets a notice's predictor and version."""
+        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets what it fetched, and the version."""
         self._actor_id = actor_id
         self._channel = channel
         self._engine = engine

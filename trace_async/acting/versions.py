@@ -16,6 +16,7 @@ from typing import Protocol
 from trace_async.acting.turns import Engine
 from trace_async.core.types import Json, VersionNotice
 from trace_async.errors import PolicyError
+from trace_async.policy import FetchedVersion
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,11 @@ class VersionFollower:
         *,
         road: VersionRoad,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], bytes],
+        fetch: Callable[[VersionNotice], FetchedVersion],
         load_predictor: Callable[[Json, int], None],
         on_loaded: Callable[[], None],
     ) -> None:
-        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets a notice's predictor and version."""
+        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets what it fetched, and the version."""
         self.version, self.epoch = -1, -1  # before the first
         self._road = road
         self._engine = engine
@@ -85,7 +86,7 @@ class VersionFollower:
         while True:
             notice = await self._road.wait_newer(self.version, self.epoch)
             try:
-                await self._load(notice)
+                predictor = await self._load(notice)
             except PolicyError as error:
                 misses += 1
                 if misses == FETCH_ATTEMPTS:
@@ -96,12 +97,14 @@ class VersionFollower:
                         await self._road.wait_newer(notice.version, notice.epoch)
                 continue
             misses = 0
-            self._load_predictor(notice.predictor, notice.version)
+            self._load_predictor(predictor, notice.version)
             self.version, self.epoch = notice.version, notice.epoch
             self._road.confirm(notice.version, notice.epoch)
             self._on_loaded()
 
-    async def _load(self, notice: VersionNotice) -> None:
-        weights = await asyncio.to_thread(self._fetch, notice)
+    async def _load(self, notice: VersionNotice) -> Json:
+        """Has the engine load the weights; the predictor's parameters, which are not in use yet."""
+        weights, predictor = await asyncio.to_thread(self._fetch, notice)
         async with asyncio.timeout(LOAD_DEADLINE_S):
             await self._engine.load(version=notice.version, epoch=notice.epoch, weights=weights)
+        return predictor

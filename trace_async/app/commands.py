@@ -22,7 +22,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-from trace_async.app import wiring
+from trace_async.app import checks, wiring
 from trace_async.app.display import Display, View, format_share
 from trace_async.app.evaluate import Evaluation, Evaluator
 from trace_async.app.report import summary_lines, write_report
@@ -52,7 +52,7 @@ _ADDRESS_LOOK_S = 0.1
 def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """A whole run, with its processes, display and report."""
     config = load_config(config_path, overrides)
-    wiring.check_parts(config)
+    checks.check_parts(config)
     console = Console()
     started_s = time.monotonic()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)

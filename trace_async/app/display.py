@@ -188,6 +188,11 @@ def format_number(value: float) -> str:
     return _DASH if math.isnan(value) else f"{value:.2f}"
 
 
+def format_digits(value: float) -> str:
+    """Three digits behind the point."""
+    return _DASH if math.isnan(value) else f"{value:.3f}"
+
+
 def format_count(value: float) -> str:
     """A whole number with thousands apart."""
     return _DASH if math.isnan(value) else f"{value:,.0f}"

@@ -98,13 +98,15 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
     async def _run_phases(self, *, resume: bool) -> None:
-        if not (resume and self._folder.evaluation("before").exists()):
+        evaluates = self._config.evaluation.num_prompts > 0
+        if evaluates and not (resume and self._folder.evaluation("before").exists()):
             self._screen.say_phase("playing the held-out tasks before training")
             await self._run_to_end("eval-before", "eval", str(self._folder.root), "--label", "before")
         self._screen.say_phase("training (first, learner and actors load the model)")
         await self._train()
-        self._screen.say_phase("playing the held-out tasks after training")
-        await self._run_to_end("eval-after", "eval", str(self._folder.root), "--label", "after")
+        if evaluates:
+            self._screen.say_phase("playing the held-out tasks after training")
+            await self._run_to_end("eval-after", "eval", str(self._folder.root), "--label", "after")
 
     async def _run_to_end(self, name: str, *arguments: str) -> None:
         """Waits for one process; woken by its end."""

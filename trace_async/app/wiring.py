@@ -19,7 +19,7 @@ from envs.registry import load_environment
 from trace_async import policy
 from trace_async.acting.actor import Actor
 from trace_async.acting.expansion import GrowthParts
-from trace_async.acting.turns import Engine, Renderer, TurnPlayer
+from trace_async.acting.turns import Engine, TurnPlayer
 from trace_async.config import Config
 from trace_async.config_load import to_json
 from trace_async.coordination.rounds import RoundPlanner
@@ -34,9 +34,13 @@ from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.ledger import Ledger
 from trace_async.methods.allocators import Allocator, make_allocator
 from trace_async.methods.credit import credit_rule
+from trace_async.methods.root_allocators import RootAllocator, make_root_allocator
 from trace_async.metrics import MetricsWriter, open_tensorboard
-from trace_async.predictor import Predictor, make_predictor
+from trace_async.predictors.protocol import Predictor, TextOf
+from trace_async.predictors.registry import make_predictor
+from trace_async.prefixes import make_prefix_of
 from trace_async.prompts import PromptStream
+from trace_async.rendering import Renderer, load_renderer
 from trace_async.run_folder import RunFolder
 from trace_async.scoring import BatchScorer
 from trace_async.transport.channel import ActorChannel
@@ -48,32 +52,6 @@ if TYPE_CHECKING:
 
 _BUILTIN = "builtin:"
 _POLICIES = Path(__file__).parent.parent / "policies"
-
-
-def check_parts(config: Config) -> None:
-    """Builds whatever can be built in a moment, so that a wrong name or option shows before any process starts.
-
-    Raises ConfigError or PolicyError.
-    """
-    kit = build_kit(config)
-    make_allocator(config.tree.allocator, config.tree.options, np.random.default_rng(0))
-    credit_rule(config.learner.credit)
-    build_predictor(config)
-    build_prompts(config, kit)
-    heldout_tasks(config, kit)
-    _check_positions(config, policy_path(config.policy.path))
-    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
-        if device not in ("auto", "cpu"):
-            pick_device(device, key=key)
-
-
-def _check_positions(config: Config, folder: Path) -> None:
-    positions = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    if isinstance(positions, int) and config.tree.max_context_tokens > positions:
-        raise ConfigError(
-            f"tree.max_context_tokens is {config.tree.max_context_tokens}, more than the {positions} positions of the "
-            f"model in {folder}; lower it"
-        )
 
 
 def policy_path(name: str) -> Path:
@@ -122,9 +100,28 @@ def heldout_tasks(config: Config, kit: EnvironmentKit) -> list[Task]:
     return [kit.tasks.task("heldout", index) for index in range(config.evaluation.num_prompts)]
 
 
-def build_predictor(config: Config) -> Predictor:
-    """An untrained predictor."""
-    return make_predictor(config.predictor.kind, config.predictor.options)
+def build_predictor(config: Config, *, text_of: TextOf) -> Predictor:
+    """An untrained predictor, which reads prefixes by `text_of` if it reads them at all."""
+    return make_predictor(config.predictor.kind, config.predictor.options, seed=config.run.seed, text_of=text_of)
+
+
+def build_planner(config: Config, *, beliefs: Predictor, renderer: Renderer) -> RoundPlanner:
+    """Plans rounds by `beliefs`."""
+    kit = build_kit(config)
+    return RoundPlanner(
+        build_prompts(config, kit),
+        beliefs,
+        build_root_allocator(config),
+        prefix_of=make_prefix_of(kit.opening, renderer.opening_ids),
+        tree=config.tree,
+        candidates=config.prompts.candidates_per_round,
+        seed=config.run.seed,
+    )
+
+
+def build_root_allocator(config: Config) -> RootAllocator:
+    """Divides the roots of a round among prompts."""
+    return make_root_allocator(config.tree.root_allocator, config.tree.root_options)
 
 
 def build_allocator(config: Config, lease: Lease) -> Allocator:
@@ -152,7 +149,7 @@ def build_actor(config: Config, *, name: str, address: str) -> Actor:
     """An actor and everything it owns, ready to run. Imports torch."""
     kit = build_kit(config)
     engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
-    predictor = build_predictor(config)
+    predictor = build_predictor(config, text_of=renderer.text)
     road = config.coordinator
     # the two know each other: the channel asks the actor who it is, the actor sends through the channel
     channel = ActorChannel(
@@ -193,18 +190,14 @@ def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
         MetricsWriter(folder.metrics, scalars=open_tensorboard(folder.tensorboard)) as metrics,
         ThreadPoolExecutor(1, thread_name_prefix="trainer") as worker,
     ):
-        predictor = build_predictor(config)
+        renderer = load_renderer(policy_path(config.policy.path))
+        predictor, beliefs = (build_predictor(config, text_of=renderer.text) for _ in range(2))
         trainer = _build_trainer(config)
         parts = LearnerParts(
             trainer=trainer,
             predictor=predictor,
-            planner=RoundPlanner(
-                build_prompts(config, build_kit(config)),
-                predictor,
-                tree=config.tree,
-                candidates=config.prompts.candidates_per_round,
-                seed=config.run.seed,
-            ),
+            beliefs=beliefs,
+            planner=build_planner(config, beliefs=beliefs, renderer=renderer),
             policies=policy,
             ledger=ledger,
             metrics=metrics,
@@ -217,7 +210,8 @@ def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
             ),
             worker=worker,
         )
-        yield Learner(parts, setup=_learner_setup(config, packs_trees=trainer.packs_trees), folder=folder)
+        setup = _learner_setup(config, renderer=renderer, packs_trees=trainer.packs_trees)
+        yield Learner(parts, setup=setup, folder=folder)
 
 
 def _build_trainer(config: Config) -> Trainer:
@@ -233,10 +227,8 @@ def _build_trainer(config: Config) -> Trainer:
     )
 
 
-def _learner_setup(config: Config, *, packs_trees: bool) -> LearnerSetup:
+def _learner_setup(config: Config, *, renderer: Renderer, packs_trees: bool) -> LearnerSetup:
     from transformers import AutoConfig
-
-    from trace_async.rendering import load_renderer
 
     folder = policy_path(config.policy.path)
     return LearnerSetup(
@@ -249,7 +241,7 @@ def _learner_setup(config: Config, *, packs_trees: bool) -> LearnerSetup:
             credit=credit_rule(config.learner.credit),
             soft_age_steps=config.coordinator.soft_age_steps,
             max_age_steps=config.coordinator.max_age_steps,
-            pad_id=load_renderer(folder).pad_id,
+            pad_id=renderer.pad_id,
             micro_batch_tokens=config.learner.micro_batch_tokens,
             packs_trees=packs_trees,
         ),
@@ -266,7 +258,6 @@ def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEn
     """
     from trace_async.engines.batched_model import load_model
     from trace_async.engines.local import LocalEngine
-    from trace_async.rendering import load_renderer
 
     _hide_progress_bars()
     renderer = load_renderer(folder)

@@ -7,8 +7,9 @@ One authority for the data cursor, the budget and the age bound. Invariants, re-
     - a lease goes to an actor only if, were groups to come in order, none of its turns would be over the age bound.
 
 The last: groups are consumed oldest first, at least `roots_per_step` roots a step. A lease behind U unconsumed roots
-(its own included) is therefore trained at most ceil(U / roots_per_step) - 1 steps from now, and the actor samples with
-the version it has confirmed or a newer one; the sum of both lags must not exceed `max_age_steps`. Trees that are
+is therefore trained by the step after the next floor(U / roots_per_step), and the actor samples with the version it has
+confirmed or a newer one; the sum of both lags must not exceed `max_age_steps`. The oldest lease that waits may start on
+the newest version unless the roots before it fill a batch, so no run waits for what may not start. Trees that are
 overtaken can be older, which is why the learner judges every turn again.
 
 Never waits, decides about credit, or keeps groups. Times are seconds of any monotone clock, handed in.
@@ -119,7 +120,7 @@ class Coordinator:
                     return issued
                 self._plan(version, now_s)
                 continue
-            lag = self._allowed_lag(self._table.roots_through(slot.round_number))
+            lag = self._allowed_lag(self._table.roots_before(slot))
             member = self._fleet.pick(roots=slot.budget.roots, version=version, allowed_lag=lag, slot=slot)
             if member is None:
                 return issued  # the oldest goes first, or a large tree would wait for ever behind small ones
@@ -259,13 +260,12 @@ class Coordinator:
         return committed < wanted_roots and self._tree.roots_per_step <= permits_left(committed, self.max_permits)
 
     def _has_taker(self, version: int) -> bool:
-        lag = self._allowed_lag(self._table.committed_roots + self._tree.roots_per_step)
+        lag = self._allowed_lag(self._table.committed_roots)
         return self._fleet.pick(roots=1, version=version, allowed_lag=lag) is not None
 
     def _allowed_lag(self, roots_ahead: int) -> int:
-        """Versions an actor may be behind, for a tree that is consumed last among `roots_ahead` roots."""
-        steps_until_consumed = -(-roots_ahead // self._tree.roots_per_step) - 1
-        return self._config.max_age_steps - steps_until_consumed
+        """Versions an actor may be behind, for a tree that is consumed when `roots_ahead` roots have been."""
+        return self._config.max_age_steps - roots_ahead // self._tree.roots_per_step
 
     def _plan(self, version: int, now_s: float) -> None:
         number = self._next_round
@@ -276,7 +276,7 @@ class Coordinator:
                 task=draft.task,
                 visit=draft.visit,
                 budget=TreeBudget(roots=draft.roots, continuations=draft.roots * self._tree.continuations_per_root),
-                root_score=Score(success=draft.success, predictor_version=version),
+                root_score=Score(success=draft.success, predictor_version=version, strength=draft.strength),
             )
             self._table.add(slot, now_s=now_s)
         self._next_round += 1

@@ -78,9 +78,14 @@ class LeaseTable:
         """Roots whose groups wait to be consumed."""
         return self._shelved_roots
 
-    def roots_through(self, round_number: int) -> int:
-        """Unconsumed roots of this and all earlier rounds: what is consumed first when groups come in order."""
-        return sum(roots for number, roots in self._round_roots.items() if number <= round_number)
+    def roots_before(self, slot: Slot) -> int:
+        """Unconsumed roots of all older slots: what is consumed first when groups come in order."""
+        roots = 0
+        for other in self._slots.values():
+            if other is slot:
+                break
+            roots += other.budget.roots
+        return roots
 
     def get(self, base: str) -> Slot | None:
         """The unfinished slot of that base."""

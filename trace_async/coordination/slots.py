@@ -6,11 +6,12 @@ id `BASE.ATTEMPT`, BASE being `EPOCH-ROUND-INDEX`. Records and their JSON; the m
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trace_async.core.types import Group, Json, Lease, Score, Task, TreeBudget
 
@@ -147,7 +148,7 @@ def slot_state(slot: Slot) -> Json:
         "task": [slot.task.task_id, slot.task.data],
         "visit": slot.visit,
         "budget": [slot.budget.roots, slot.budget.continuations],
-        "score": [slot.root_score.success, slot.root_score.predictor_version],
+        "score": _score_state(slot.root_score),
         "state": slot.state.value,
         "attempt": slot.attempt,
         "holders": {str(attempt): actor_id for attempt, actor_id in slot.holders.items()},
@@ -163,8 +164,20 @@ def slot_from(entry: Json) -> Slot:
         task=Task(*entry["task"]),
         visit=entry["visit"],
         budget=TreeBudget(roots=entry["budget"][0], continuations=entry["budget"][1]),
-        root_score=Score(success=entry["score"][0], predictor_version=entry["score"][1]),
+        root_score=_score_from(entry["score"]),
         attempt=entry["attempt"],
         holders={int(attempt): actor_id for attempt, actor_id in entry["holders"].items()},
         group_id=entry["group_id"],
+    )
+
+
+def _score_state(score: Score) -> list[float | None]:
+    strength = None if math.isnan(score.strength) else score.strength
+    return [score.success, score.predictor_version, strength]
+
+
+def _score_from(entry: list[Any]) -> Score:
+    success, predictor_version, strength = entry
+    return Score(
+        success=success, predictor_version=predictor_version, strength=math.nan if strength is None else strength
     )

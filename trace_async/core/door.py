@@ -72,8 +72,9 @@ def _check_head(group: Group) -> None:
         if not isinstance(number, int) or number < 0:
             _refuse(group, f"{name} is {number!r}, not a count")
     root: Score = group.root_score
-    known = 0.0 <= root.success <= 1.0 and root.predictor_version >= 0
-    if not known and not (np.isnan(root.success) and root.predictor_version >= -1):
+    known = 0.0 <= root.success <= 1.0 and root.predictor_version >= 0 and not root.strength <= 0.0
+    unknown = np.isnan(root.success) and root.predictor_version >= -1 and np.isnan(root.strength)
+    if not known and not unknown:
         _refuse(group, f"root score {root}")
 
 

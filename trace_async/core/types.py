@@ -26,7 +26,7 @@ Unknown is None or NaN, never 0. Arrays inside records are read-only by conventi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -92,6 +92,7 @@ class Score:
 
     success: float  # predicted probability of success in [0, 1]; NaN when it could not be had
     predictor_version: int  # policy version with which these parameters were published
+    strength: float = float("nan")  # alpha + beta of a Beta belief, in rollouts; NaN where only the mean is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +248,8 @@ class VersionNotice:
     epoch: int
     weights: str  # path of a safetensors file
     digest: str  # sha256 of that file, hex
-    predictor: Json = field(default_factory=dict)  # predictor parameters, published with the version
+    predictor: str  # path of a JSON file: the predictor's parameters, published with the version
+    predictor_digest: str  # sha256 of that file, hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

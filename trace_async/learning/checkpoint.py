@@ -54,13 +54,13 @@ def newest_checkpoint(root: Path) -> Path | None:
     return root / f"step_{steps[-1]:06d}" if steps else None
 
 
-def read_state(folder: Path) -> Json:
-    """The `state` of a checkpoint. Raises UserError when somebody damaged it."""
+def read_state(folder: Path, name: str = STATE) -> Json:
+    """The `state` of a checkpoint, or another JSON object in it. Raises UserError when somebody damaged it."""
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder / STATE} cannot be read ({error}); delete {folder} to go on from the one before"
+            f"{folder / name} cannot be read ({error}); delete {folder} to go on from the one before"
         ) from error
     assert isinstance(state, dict)
     return state

@@ -23,6 +23,7 @@ from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import VersionNotice
 from trace_async.errors import InvariantError
 from trace_async.learning.bounds import Bounds
+from trace_async.learning.honesty import Honesty
 from trace_async.learning.intake import Intake
 from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.learning.resume import open_coordinator, open_epoch, saved_state
@@ -114,7 +115,13 @@ class Learner:
             roots_per_step=self._setup.tree.roots_per_step,
             clock=self._clock,
         )
-        return OpenRun(epoch=epoch, coordinator=coordinator, intake=intake, sampled_tokens=saved.sampled_tokens)
+        return OpenRun(
+            epoch=epoch,
+            coordinator=coordinator,
+            intake=intake,
+            costs=saved.costs,
+            honesty=Honesty(saved.honesty),
+        )
 
     def _make_coordinator(self, epoch: int) -> Coordinator:
         setup = self._setup

@@ -11,7 +11,7 @@ from typing import Protocol
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
-from trace_async.core.types import Group, Json, VersionNotice
+from trace_async.core.types import Group, Json, Prefix, VersionNotice
 from trace_async.learning.batching import BatchRule
 from trace_async.learning.intake import Outbox
 from trace_async.learning.resume import LoadablePredictor
@@ -50,14 +50,31 @@ class Trainer(Protocol):
 
 
 class Predictor(LoadablePredictor, Protocol):
-    """What the learner asks of a predictor; quick, called on the loop."""
+    """What the learner asks of the predictor that learns; blocking, called from one thread at a time."""
 
-    def observe(self, group: Group) -> None:
-        """Learn from a finished tree, once, when it is consumed."""
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn from the finished trees of one step, once, when they are consumed."""
+        ...
+
+    def parameters(self) -> Json:
+        """What predictions need, as JSON; published with each version."""
         ...
 
     def state(self) -> Json:
-        """Everything `load` needs, as JSON; published with each version."""
+        """Everything `load` needs, as JSON."""
+        ...
+
+
+class Beliefs(LoadablePredictor, Protocol):
+    """What the learner asks of the predictor that its planner looks at."""
+
+    @property
+    def quick_batch(self) -> int:
+        """0: scoring prompts is slow unless they were prepared."""
+        ...
+
+    def prepare(self, prefixes: Sequence[Prefix]) -> None:
+        """Do what is slow about scoring these prompts; blocking, in any thread."""
         ...
 
 
@@ -67,7 +84,7 @@ class PolicyStore(Protocol):
     def publish(
         self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
     ) -> VersionNotice:
-        """Write one version and return its notice."""
+        """Write one version, weights and predictor, and return its notice."""
         ...
 
     def retire(self, directory: Path, *, keep: int) -> list[Path]:
@@ -103,8 +120,9 @@ class LearnerParts:
     """The things a learner owns or calls."""
 
     trainer: Trainer
-    predictor: Predictor
-    planner: RoundPlanner  # with the same predictor
+    predictor: Predictor  # learns; asked for nothing but what to publish
+    beliefs: Beliefs  # the planner's, of the same kind: predicts as published, like those of the actors
+    planner: RoundPlanner  # with `beliefs`
     policies: PolicyStore
     ledger: Ledger
     metrics: MetricsSink

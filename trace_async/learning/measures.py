@@ -1,4 +1,4 @@
-"""The numbers of one step, as a row of metrics.jsonl.
+"""The numbers of one step, as a row of metrics.jsonl; `costs.py` and `honesty.py` have those that need a memory.
 
 Owns the keys and how each is reduced. Invariants: what a key says is measured on the groups that the step consumed,
 unless its name says `total` (since the start of the run) or it is a gauge; unknown is NaN, never 0. Keys are those of
@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 from trace_async.coordination.leases import REJECTED, Counts
 from trace_async.core.packing import PackItem
 from trace_async.core.rows import trainable_turns
-from trace_async.core.types import ActorStatus, FloatArray, Group, GroupVerdict, GrownBy, NodeState, Verdict
+from trace_async.core.types import ActorStatus, Group, GroupVerdict, NodeState, Verdict
 from trace_async.learning.batching import Batch
+from trace_async.methods.forecasts import SUCCESS_ABOVE, root_outcomes
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = Floats | NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
-
-SUCCESS_ABOVE = 0.5
-"""An outcome above this is a success."""
 
 MIXED_SPREAD = 1e-6
 """Outcomes of one group that differ by more are mixed; less is rounding."""
@@ -34,21 +32,19 @@ _ENGINE_BUSY, _ENGINE_IDLE = "busy_s", "idle_s"  # counters that engines keep
 
 
 def batch_measures(batch: Batch, *, max_age_steps: int) -> dict[str, float]:
-    """Outcomes, ages, waste and honesty of the predictor over one step's groups."""
+    """Outcomes, ages and waste over one step's groups."""
     groups = [item.group for item in batch.items]
     ends = _join([group.outcome[~np.isnan(group.outcome)] for group in groups])
-    roots = [(group, root_outcomes(group)) for group in groups]
+    roots = _join([root_outcomes(group) for group in groups])
     played = sum(int((group.state != NodeState.FAILED).sum()) for group in groups)
     valid = sum(int((group.valid[group.state != NodeState.FAILED] != 0).sum()) for group in groups)
-    squares = [np.square((outcomes > SUCCESS_ABOVE) - group.root_score.success) for group, outcomes in roots]
     return {
         "critic/score/mean": _mean(ends),
-        "rollout/success": _mean(_join([outcomes for _, outcomes in roots]) > SUCCESS_ABOVE),
+        "rollout/success": _mean(roots > SUCCESS_ABOVE),
         "rollout/effective_ratio": _mean(np.array([_is_mixed(group) for group in groups])),
         "rollout/invalid_share": 1.0 - valid / played if played else math.nan,
         "rollout/failed_nodes": float(sum(len(group.failures) for group in groups)),
         "rollout/turns": float(played),
-        "predictor/brier": _mean(_join(squares)),
         **_age_measures(batch.items, max_age_steps),
         **{f"groups/{verdict.name.lower()}": float(batch.verdicts.count(verdict)) for verdict in GroupVerdict},
     }
@@ -68,14 +64,6 @@ def total_measures(counts: Counts, *, max_permits: int) -> dict[str, float]:
         "shelf/groups": float(counts.shelved),
         "shelf/roots": float(counts.shelved_roots),
     }
-
-
-def root_outcomes(group: Group) -> FloatArray:
-    """Outcomes of the root rollouts, each followed along its own chain; those without one are left out."""
-    own: list[bool] = []  # the turn is on a root rollout's own chain
-    for parent, grown_by in zip(group.parent.tolist(), group.grown_by.tolist(), strict=True):
-        own.append(grown_by == GrownBy.ROOT or (grown_by == GrownBy.CHAIN and own[parent]))
-    return group.outcome[np.array(own, np.bool_) & ~np.isnan(group.outcome)]
 
 
 @dataclass(slots=True)

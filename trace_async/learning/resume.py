@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from trace_async.coordination.coordinator import Coordinator
 from trace_async.coordination.slots import lease_of_group
 from trace_async.core.types import Group, Json
 from trace_async.learning.checkpoint import newest_checkpoint, next_epoch, read_state
+from trace_async.learning.costs import Costs
 from trace_async.ledger import Ledger
 from trace_async.run_folder import RunFolder
 from trace_async.transport.wire import decode_group
@@ -34,10 +35,11 @@ class LoadablePredictor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What learner.json holds beside the trainer's own files."""
+    """What a checkpoint holds beside the trainer's own files."""
 
     step: int = 0
-    sampled_tokens: int = 0
+    costs: Costs = field(default_factory=Costs)
+    honesty: Json | None = None
     coordinator: Json | None = None
     predictor: Json | None = None
     trainer: Path | None = None  # folder for `Trainer.load`
@@ -51,15 +53,19 @@ def saved_state(folder: RunFolder) -> SavedState:
     state = read_state(newest)
     return SavedState(
         step=int(state["step"]),
-        sampled_tokens=int(state["sampled_tokens"]),
+        costs=Costs(**state["costs"]),
+        honesty=state["honesty"],
         coordinator=state["coordinator"],
-        predictor=state["predictor"],
+        predictor=read_state(newest, PREDICTOR),
         trainer=newest / TRAINER,
     )
 
 
 TRAINER = "trainer"
 """Folder of the trainer's files in a checkpoint."""
+
+PREDICTOR = "predictor.json"
+"""The predictor's state in a checkpoint."""
 
 
 def open_epoch(folder: RunFolder) -> int:

@@ -26,7 +26,7 @@ _NAMED_LEASES = 8  # in one stall report; status.json has them all
 class LearnerPhase:
     """What the train loop is at."""
 
-    phase: str  # wait, train, publish, checkpoint, stop, export
+    phase: str  # wait, train, observe, publish, checkpoint, stop, export
     since_s: float
     step: int  # steps made
     version: int  # newest published

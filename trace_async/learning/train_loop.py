@@ -9,24 +9,27 @@ the step starts from; counters reconcile at every step, or the run ends. Never t
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from trace_async.coordination.coordinator import Coordinator
-from trace_async.core.types import Group, VersionNotice
+from trace_async.core.types import Group, Json, VersionNotice
 from trace_async.errors import InvariantError
 from trace_async.learning.batching import Batch, make_batch
 from trace_async.learning.checkpoint import write_checkpoint
+from trace_async.learning.costs import Costs
+from trace_async.learning.honesty import Honesty
 from trace_async.learning.intake import Intake
 from trace_async.learning.learner_parts import Channel, LearnerParts, LearnerSetup
 from trace_async.learning.measures import batch_measures, total_measures
-from trace_async.learning.resume import TRAINER
+from trace_async.learning.resume import PREDICTOR, TRAINER
 from trace_async.learning.status import LearnerPhase
-from trace_async.metrics import STEP
+from trace_async.metrics import STEP, Row, Value
 from trace_async.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,8 @@ class OpenRun:
     epoch: int
     coordinator: Coordinator
     intake: Intake
-    sampled_tokens: int  # consumed so far
+    costs: Costs  # so far
+    honesty: Honesty
 
 
 class TrainLoop:
@@ -70,7 +74,9 @@ class TrainLoop:
         self._intake = opened.intake
         self._channel = channel
         self._clock = clock
-        self._sampled_tokens = opened.sampled_tokens
+        self._costs = opened.costs
+        self._honesty = opened.honesty
+        self._wall_until_s = clock()  # what the costs have of this start's wall time
         self._steps = parts.trainer.version  # made and recorded
         self._stop_reason = ""
         self._enter("start")
@@ -104,12 +110,23 @@ class TrainLoop:
                 self._intake.changed.clear()
 
     async def publish(self) -> None:
-        """Make the trainer's weights the version to sample with."""
+        """Make the trainer's weights the version to sample with, and the predictor of now the one to plan with."""
         self._enter("publish")
-        write = partial(self._write_version, predictor=self._parts.predictor.state())
-        notice = await self._in_worker(write)
+        if not self._parts.beliefs.quick_batch:
+            await self._look_ahead()
+        notice, predictor = await self._in_worker(self._write_version)
+        self._parts.beliefs.load(predictor, version=notice.version)
         self._intake.publish(notice)
         self._channel.announce(notice)
+
+    async def _look_ahead(self) -> None:
+        """Let a slow predictor look at the prompts of the rounds to come before the planner asks for them on the loop.
+
+        A step makes room for one round; the first publication of a start for all that may be out at once.
+        """
+        rounds = self._setup.coordinator.max_age_steps + 1 if self._intake.notice is None else 1
+        upcoming = self._parts.planner.upcoming(rounds)
+        await self._in_worker(partial(self._parts.beliefs.prepare, upcoming))
 
     async def finish(self) -> None:
         """Stop the actors, export the policy, write the last checkpoint."""
@@ -132,22 +149,28 @@ class TrainLoop:
         """One optimizer step on these groups, from judgement to the row of metrics."""
         waited_since_s, started_s = self._since_s, self._clock()
         self._enter("train")
-        batch, stats = await self._in_worker(partial(self._train, [self._intake.shelf[i] for i in batch_ids]))
+        groups = [self._intake.shelf[group_id] for group_id in batch_ids]
+        batch, stats = await self._in_worker(partial(self._train, groups))
         trained_s = self._clock()
-        for item in batch.items:
-            self._parts.predictor.observe(item.group)
+        self._enter("observe")
+        await self._in_worker(partial(self._parts.predictor.observe, [item.group for item in batch.items]))
+        observed_s = self._clock()
         await self.publish()
         self._steps += 1
         self._intake.consume(batch.by_group(), step=self._steps)
-        self._sampled_tokens += sum(item.group.num_sampled_tokens for item in batch.items)
+        published_s = self._clock()
+        self._costs, measures = await self._in_worker(partial(self._measure, batch))
         now_s = self._clock()
+        self._costs = replace(self._costs, wall_s=self._costs.wall_s + now_s - self._wall_until_s)
+        self._wall_until_s = now_s
         times = {
             "timing_s/wait": started_s - waited_since_s,
             "timing_s/train": trained_s - started_s,
-            "timing_s/publish": now_s - trained_s,
+            "timing_s/observe": observed_s - trained_s,
+            "timing_s/publish": published_s - observed_s,
             "timing_s/step": now_s - waited_since_s,
         }
-        self._report(batch, {**stats, **times})
+        self._report({**measures, **stats, **times})
         if self._steps % self._setup.learner.checkpoint_every_steps == 0:
             await self._save()
 
@@ -161,35 +184,39 @@ class TrainLoop:
             raise InvariantError(f"the trainer went from version {before} to {trainer.version} in one step")
         return batch, stats
 
-    def _report(self, batch: Batch, more: Mapping[str, float]) -> None:
-        counts = self._coordinator.reconcile()
+    def _measure(self, batch: Batch) -> tuple[Costs, dict[str, Value]]:
+        """In the worker thread: a large batch takes a tenth of a second."""
+        groups = [item.group for item in batch.items]
         measures = batch_measures(batch, max_age_steps=self._setup.coordinator.max_age_steps)
-        row = {
+        return self._costs.after(groups), {**measures, **self._honesty.measure(groups)}
+
+    def _report(self, measures: Row) -> None:
+        counts = self._coordinator.reconcile()
+        row: Row = {
             STEP: self._steps,
             "training/version": self._parts.trainer.version,
             "training/epoch": self._epoch,
-            "rollout/sampled_tokens_total": self._sampled_tokens,
-            **measures,
+            **self._costs.row(),
             **total_measures(counts, max_permits=self._coordinator.max_permits),
             **self._intake.rates.read(self._clock(), self._intake.statuses),
-            **more,
+            **measures,
         }
         self._parts.metrics.write(row)
         log.info(
-            "step %d: success %.3f, %d groups, %d sampled tokens in all, ages up to %.0f, %.1f s",
+            "step %d: success %.3f, %d sampled tokens in all, ages up to %.0f, %.1f s",
             self._steps,
             measures["rollout/success"],
-            len(batch.items),
-            self._sampled_tokens,
+            self._costs.sampled_tokens,
             measures["staleness/age_max"],
-            more["timing_s/step"],
+            measures["timing_s/step"],
         )
 
     # ---- disk ----------------------------------------------------------------------------------------------------
 
-    def _write_version(self, *, predictor: Mapping[str, object]) -> VersionNotice:
-        """In the worker thread."""
+    def _write_version(self) -> tuple[VersionNotice, Json]:
+        """The notice of a version, and the predictor's parameters that are in it. In the worker thread."""
         trainer, policies = self._parts.trainer, self._parts.policies
+        predictor = self._parts.predictor.parameters()
         notice = policies.publish(
             self._folder.versions,
             version=trainer.version,
@@ -198,7 +225,7 @@ class TrainLoop:
             predictor=predictor,
         )
         policies.retire(self._folder.versions, keep=KEEP_VERSIONS)
-        return notice
+        return notice, predictor
 
     async def _save(self) -> None:
         """One checkpoint of this step; the ledger forgets what no kept checkpoint could ask for."""
@@ -207,14 +234,16 @@ class TrainLoop:
             "step": self._steps,
             "version": self._parts.trainer.version,
             "epoch": self._epoch,
-            "sampled_tokens": self._sampled_tokens,
+            "costs": asdict(self._costs),
+            "honesty": self._honesty.state(),
             "coordinator": self._coordinator.state(),
-            "predictor": self._parts.predictor.state(),
         }
 
         def fill(directory: Path) -> None:
             (directory / TRAINER).mkdir()
             self._parts.trainer.save(directory / TRAINER)
+            predictor = json.dumps(self._parts.predictor.state(), allow_nan=False)
+            (directory / PREDICTOR).write_text(predictor, encoding="utf-8")
 
         keep = self._setup.learner.keep_checkpoints
         write = partial(write_checkpoint, self._folder.checkpoints, step=self._steps, state=state, fill=fill, keep=keep)
@@ -232,8 +261,8 @@ class TrainLoop:
             return self._stop_reason
         if self._steps >= learner.max_steps:
             return f"all {learner.max_steps} steps are made"
-        if 0 < learner.max_sampled_tokens <= self._sampled_tokens:
-            return f"{self._sampled_tokens} of {learner.max_sampled_tokens} sampled tokens are trained on"
+        if 0 < learner.max_sampled_tokens <= self._costs.sampled_tokens:
+            return f"{self._costs.sampled_tokens} of {learner.max_sampled_tokens} sampled tokens are trained on"
         return ""
 
     def _enter(self, phase: str) -> None:

@@ -31,12 +31,20 @@ def log_loss(predicted: ArrayLike, happened: ArrayLike) -> float:
 
 def ece(predicted: ArrayLike, happened: ArrayLike, *, bins: int = 10) -> float:
     """Expected calibration error: mean |predicted - happened| of equally wide bins, weighted by how full they are."""
+    return ece_of(reliability(predicted, happened, bins=bins))
+
+
+def reliability(predicted: ArrayLike, happened: ArrayLike, *, bins: int) -> Floats:
+    """Number of pairs, sums of both sides in equally wide bins [bins, 3]; tables of several calls may be added."""
     p, y = _pair(predicted, happened)
-    if not p.size:
-        return math.nan
     which = np.minimum((p * bins).astype(np.int64), bins - 1)
-    gap = np.bincount(which, weights=p - y, minlength=bins)
-    return float(np.abs(gap).sum() / p.size)
+    return np.stack([np.bincount(which, weights=w, minlength=bins) for w in (np.ones_like(p), p, y)], axis=1)
+
+
+def ece_of(table: ArrayLike) -> float:
+    """`ece` of a `reliability` table [bins, 3]; NaN when it is empty."""
+    pairs, predicted, happened = np.asarray(table, np.float64).reshape(-1, 3).T
+    return float(np.abs(predicted - happened).sum() / pairs.sum()) if pairs.sum() > 0 else math.nan
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> float:

@@ -23,14 +23,14 @@ from trace_async.core.types import ActorStatus, Group, Json, Lease, VersionNotic
 from trace_async.errors import WireError
 from trace_async.transport.wire_codec import DTYPES, NamedArray, pack, unpack
 
-SCHEMA = 2
+SCHEMA = 3
 """Changes whenever a record below or its frames change; ends of different numbers refuse each other by name."""
 MAX_FRAME_BYTES = 16 * 2**20
 """One frame; four million tokens of one tree."""
 MAX_HEADER_BYTES = 2**20
 """A JSON header. Parsed JSON takes up to twenty times its text, so what strangers may send is small."""
-MAX_STATE_BYTES = 16 * 2**20
-"""A header that carries configuration or predictor parameters; only actors read these, and only from their learner."""
+MAX_CONFIG_BYTES = 16 * 2**20
+"""A header that carries a configuration; only actors read these, and only from their learner."""
 MAX_ARRAYS = 32
 MAX_ROUTE_BYTES = 250
 """Actor id and incarnation together; ZeroMQ holds 255."""
@@ -162,7 +162,6 @@ _FROM_LEARNER: dict[bytes, type[Any]] = {
     b"release": Release, b"refuse": Refuse, b"stop": Stop, b"farewell": Farewell,
 }  # fmt: skip
 _KIND = {record: kind for kind, record in (_FROM_ACTOR | _FROM_LEARNER).items()}
-_STATE_KINDS = frozenset((b"welcome", b"notice"))
 _COMPACT: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
 _ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for dtype in DTYPES.values()}
 
@@ -235,7 +234,7 @@ def _check_sizes(frames: Sequence[bytes]) -> None:
         raise WireError(f"{len(frames)} frames, a message has 2 to {MAX_ARRAYS + 2}")
     if max(map(len, frames)) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {max(map(len, frames))} bytes, the bound is {MAX_FRAME_BYTES}")
-    bound = MAX_STATE_BYTES if frames[0] in _STATE_KINDS else MAX_HEADER_BYTES
+    bound = MAX_CONFIG_BYTES if frames[0] == b"welcome" else MAX_HEADER_BYTES
     if len(frames[1]) > bound:
         raise WireError(f"{frames[0][:32]!r} header of {len(frames[1])} bytes, the bound is {bound}")
 

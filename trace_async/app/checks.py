@@ -1,0 +1,66 @@
+"""Builds whatever of a configuration can be built in a moment, before any process starts. Never starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from trace_async.app.wiring import (
+    build_kit,
+    build_predictor,
+    build_prompts,
+    build_root_allocator,
+    heldout_tasks,
+    policy_path,
+)
+from trace_async.config import Config
+from trace_async.core.types import IntArray
+from trace_async.devices import pick_device
+from trace_async.errors import ConfigError
+from trace_async.methods.allocators import make_allocator
+from trace_async.methods.credit import credit_rule
+from trace_async.predictors.protocol import Belief
+
+
+def check_parts(config: Config) -> None:
+    """Builds whatever can be built in a moment, so that a wrong name or option shows before any process starts.
+
+    Raises ConfigError or PolicyError.
+    """
+    kit = build_kit(config)
+    make_allocator(config.tree.allocator, config.tree.options, np.random.default_rng(0))
+    _check_round(config)
+    credit_rule(config.learner.credit)
+    build_predictor(config, text_of=_no_text)
+    build_prompts(config, kit)
+    heldout_tasks(config, kit)
+    _check_positions(config, policy_path(config.policy.path))
+    for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
+        if device not in ("auto", "cpu"):
+            pick_device(device, key=key)
+
+
+def _check_round(config: Config) -> None:
+    """Divides a round's roots once, among prompts of which nothing is known."""
+    tree, allocator = config.tree, build_root_allocator(config)
+    size = allocator.pool_size(
+        config.prompts.candidates_per_round, budget=tree.roots_per_step, max_roots=tree.max_roots_per_prompt
+    )
+    beliefs = [Belief(1.0, 1.0)] * size
+    rng = np.random.default_rng(0)
+    allocator.allocate(beliefs, budget=tree.roots_per_step, max_roots=tree.max_roots_per_prompt, rng=rng)
+
+
+def _check_positions(config: Config, folder: Path) -> None:
+    positions = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    if isinstance(positions, int) and config.tree.max_context_tokens > positions:
+        raise ConfigError(
+            f"tree.max_context_tokens is {config.tree.max_context_tokens}, more than the {positions} positions of the "
+            f"model in {folder}; lower it"
+        )
+
+
+def _no_text(token_ids: IntArray) -> str:
+    raise AssertionError("a predictor that is only checked reads nothing")
