@@ -27,13 +27,13 @@ from matplotlib import pyplot
 from numpy.typing import NDArray
 
 from benchmarks.predictor_trees import Plan, grown, make_renderer
-from trace_async.core.types import FloatArray, Group, NodeState, Prefix
+from trace_async.core.types import SUCCESS_ABOVE, FloatArray, Group, NodeState, Prefix
 from trace_async.methods.calibration import brier, ece, log_loss, reliability, spearman
 from trace_async.predictors.counts import prompt_rollouts
 from trace_async.predictors.embedding import EmbeddingOptions, VectorRows
 from trace_async.predictors.encoder import SentenceEncoder
 from trace_async.predictors.learned import LearnedPredictor
-from trace_async.predictors.protocol import SUCCESS_ABOVE, Predictor, TextOf
+from trace_async.predictors.protocol import Predictor, TextOf
 from trace_async.predictors.registry import make_predictor
 from trace_async.predictors.rows import Row
 from trace_async.predictors.targets import tree_targets

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,6 @@ CHAINS, TREES = 56, 24
 """Root rollouts of a step, of chains and of trees with two continuations each: about the same tokens, so that at equal
 tokens every method makes about the same number of steps."""
 
-HASHED: dict[str, object] = {
-    "predictor.kind": "hashed",
-    "predictor.options.learning_rate": 3e-3,  # a step has eight groups here: fewer and larger steps of learning
-    "predictor.options.steps": 20,
-}
-
 
 def _chains(label: str, config: str, *, seeds: int = 3) -> Method:
     return Method(label=label, config=config, seeds=seeds, overrides={"tree.roots_per_step": CHAINS})
@@ -83,8 +77,7 @@ def _trees(label: str, config: str, *, seeds: int = 3, **overrides: object) -> M
 
 
 def _trace(label: str, *, seeds: int = 3, **overrides: object) -> Method:
-    found = _trees(label, "quickstart", seeds=seeds, **overrides)
-    return replace(found, overrides={**HASHED, **found.overrides})
+    return _trees(label, "trace", seeds=seeds, **overrides)
 
 
 METHODS: dict[str, Method] = {
@@ -94,8 +87,14 @@ METHODS: dict[str, Method] = {
     "treepo": _trees("TreePO", "treepo", seeds=5),
     "trace": _trace("TRACE", seeds=5),
     "trace_root": _trace("TRACE roots only", tree__allocator="random"),
-    "trace_prefix": _trace("TRACE prefixes only", tree__root_allocator="even"),
-    "random_tree": _trees("random tree", "quickstart", tree__allocator="random", tree__root_allocator="even"),
+    "trace_prefix": _trace("TRACE prefixes only", tree__root_allocator="even", tree__max_roots_per_prompt=4),
+    "random_tree": _trees(
+        "random tree",
+        "quickstart",
+        tree__allocator="random",
+        tree__root_allocator="even",
+        tree__max_roots_per_prompt=4,
+    ),
     "trace_beta": _trees("TRACE, beta", "quickstart"),
     "trace_joint": _trace("TRACE, joint", tree__options__mode="joint"),
     "trace_sibling": _trace("TRACE, plain sibling credit", learner__credit="sibling"),

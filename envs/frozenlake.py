@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +24,9 @@ from envs.options import read_options
 from trace_async.core.types import Message, Task
 from trace_async.environment import Branching, EnvironmentKit, StepResult
 from trace_async.errors import ConfigError
+
+_SHARES = 20
+"""Frozen shares that are tried for one task; only far goals on little ice need a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +97,24 @@ class FrozenLakeTasks:
         options = self._options
         rng = np.random.default_rng((options.map_seed, index))
         size = options.sizes[int(rng.integers(len(options.sizes)))]
-        frozen = float(rng.uniform(options.min_frozen, options.max_frozen))
-        near, far = options.min_moves(size), options.max_turns(size)
-        lake = find_lake(rng, split=split, size=size, frozen=frozen, min_moves=near, max_moves=far)
+        lake = self._draw(rng, split=split, size=size)
         shortest = distances(lake)[lake.start]
         data = {"map": list(lake.rows), "slippery": options.slippery, "shortest": shortest}
         return Task(f"frozenlake/{split}/{index}", data)
+
+    def _draw(self, rng: np.random.Generator, *, split: str, size: int) -> Lake:
+        """A frozen share and a map with it; another share where no goal is so far. ConfigError when none has one."""
+        options = self._options
+        near, far = options.min_moves(size), options.max_turns(size)
+
+        def draw() -> Lake:
+            frozen = float(rng.uniform(options.min_frozen, options.max_frozen))
+            return find_lake(rng, split=split, size=size, frozen=frozen, min_moves=near, max_moves=far)
+
+        for _ in range(_SHARES - 1):
+            with suppress(ConfigError):
+                return draw()
+        return draw()
 
 
 class Game:

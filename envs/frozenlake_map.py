@@ -166,7 +166,7 @@ def find_lake(
     frozen: float,
     max_moves: int,
     min_moves: int = 1,
-    max_candidates: int = 100_000,
+    max_candidates: int = 10_000,
 ) -> Lake:
     """The first candidate from `rng` that `split` owns and whose goal is `min_moves` to `max_moves` away.
 

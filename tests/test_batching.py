@@ -11,7 +11,7 @@ from tests.builders import TurnSpec, chain_group, group_from_spec, spec
 from trace_async.core.tree_packing import TreeBatch
 from trace_async.core.types import Group, GroupVerdict
 from trace_async.errors import InvariantError
-from trace_async.learning.batching import BatchRule, make_batch
+from trace_async.learning.batching import BatchRule, as_of, make_batch
 from trace_async.methods.credit import sibling_credit
 
 RULE = BatchRule(credit=sibling_credit, soft_age_steps=1, max_age_steps=2, pad_id=0, micro_batch_tokens=64)
@@ -78,3 +78,11 @@ def test_a_model_that_packed_trees_would_change_gets_path_rows(packs_trees: bool
     rule = replace(RULE, packs_trees=packs_trees)
     batch = make_batch([chain_group((1.0, 0.0))], rule=rule, version=0, epoch=1)
     assert [isinstance(row, TreeBatch) for row in batch.rows] == [packs_trees]
+
+
+def test_stamps_of_discarded_weights_count_as_the_present_ones_and_others_stay() -> None:
+    group = chain_group((1.0, 0.0), version=7)
+    assert as_of(group, version=7) is group
+    early = as_of(group, version=3)
+    assert set(early.version_min.tolist()) == set(early.version_max.tolist()) == {3}
+    np.testing.assert_array_equal(early.token_ids, group.token_ids)

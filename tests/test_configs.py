@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from trace_async.app.checks import check_parts
 from trace_async.config_load import load_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.toml"))
@@ -16,7 +18,18 @@ def test_there_are_configurations() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_shipped_configuration_loads_and_has_its_own_run_folder(path: Path) -> None:
+def test_a_shipped_configuration_can_run_and_has_its_own_run_folder(path: Path) -> None:
     config = load_config(path)
+    check_parts(config)
     assert config.run.name == path.stem
     assert config.run.dir == f"runs/{path.stem}"
+
+
+def test_the_table_of_methods_names_what_the_configurations_choose() -> None:
+    text = (CONFIGS[0].parent.parent / "docs" / "methods.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\(\.\./configs/(\w+\.toml)\) \| `(\w+)` \| `(\w+)` \|(.*?)\| `(\w+)`", text)
+    assert {row[0] for row in rows} == {path.name for path in CONFIGS}
+    for name, roots, tree, predictors, credit in rows:
+        config = load_config(CONFIGS[0].parent / name)
+        assert (config.tree.root_allocator, config.tree.allocator, config.learner.credit) == (roots, tree, credit), name
+        assert not predictors.strip() or f"`{config.predictor.kind}`" in predictors, name

@@ -134,7 +134,7 @@ def test_another_layout_is_refused_with_the_cure(tmp_path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(UserError, match="layout 99, this version reads 1: use a new run folder"):
+    with pytest.raises(UserError, match="layout 99, this version reads 2: use a new run folder"):
         Ledger(path)
 
 

@@ -92,7 +92,7 @@ class ActorConfig:
 class LearnerConfig:
     max_steps: int = 60  # optimizer steps of the run
     max_sampled_tokens: int = 0  # stop when this many tokens were trained on; 0 = no such limit
-    learning_rate: float = 1e-4  # AdamW, constant after the warm-up
+    learning_rate: float = 1e-4  # AdamW, reached after the warm-up
     decay_to: float = 1.0  # share of the learning rate that is left at the last step; falls linearly from the first
     adam_beta1: float = 0.9  # decay of the gradient's mean
     # 0.95 forgets rare large gradients so fast that words which are hardly ever sampled drift upwards

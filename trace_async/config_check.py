@@ -128,7 +128,7 @@ def _check_budget(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             "tree.continuations_per_root",
             f"is {tree.continuations_per_root}, but the uniform allocator grows chains only; "
-            "set it to 0, or use tree.allocator = 'random' or 'trace'",
+            "set it to 0, or use tree.allocator = 'random', 'arpo' or 'trace'",
         )
     if actor.max_live_roots < tree.max_roots_per_prompt:
         yield (

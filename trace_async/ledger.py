@@ -30,7 +30,7 @@ from trace_async.core.types import GroupVerdict, Lease
 from trace_async.errors import InvariantError, UserError, WireError
 from trace_async.transport.wire import MAX_ARRAYS, Frames, LeaseMessage, decode, encode
 
-LAYOUT = 1
+LAYOUT = 2
 """Changes with the tables below; stored in the file."""
 _MAX_FRAMES = MAX_ARRAYS + 2
 

@@ -39,7 +39,8 @@ def publish(
 ) -> VersionNotice:
     """Write one version's weights and predictor into `directory` and return the notice that announces them.
 
-    `write` must write a safetensors file at the path it is given. Raises whatever `write` raises; then nothing is left.
+    `write` must write a safetensors file at the path it is given. Raises whatever `write` raises, and there is no
+    notice then.
     """
 
     def write_predictor(path: Path) -> None:

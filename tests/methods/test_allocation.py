@@ -22,7 +22,6 @@ from trace_async.methods.allocation import (
     check_spendable,
     prefix_value,
     repeat_probability,
-    root_marginal,
     root_value,
     root_value_beta,
     root_values,
@@ -69,9 +68,10 @@ def test_success_and_failure_may_change_places(v: float, m: int) -> None:
 
 
 @given(st.floats(0.01, 0.99), st.integers(1, 12))
-def test_the_marginal_is_the_difference_of_two_values_and_never_increases(v: float, m: int) -> None:
-    assert float(root_marginal(v, m)) == pytest.approx(float(root_value(v, m + 1) - root_value(v, m)), abs=1e-12)
-    assert float(root_marginal(v, m + 1)) <= float(root_marginal(v, m)) + 1e-15
+def test_what_one_more_rollout_adds_has_a_closed_form_and_never_increases(v: float, m: int) -> None:
+    first, second = (float(root_value(v, n + 1) - root_value(v, n)) for n in (m, m + 1))
+    assert first == pytest.approx(v**m * (1.0 - v) + (1.0 - v) ** m * v, abs=1e-12)
+    assert second <= first + 1e-12
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.5, 2.5), (7.0, 3.0)])

@@ -65,11 +65,11 @@ def test_continuations_go_where_the_prediction_contradicts_the_outcome(
     assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.6, 0.2, outcome=outcome))) == expected
 
 
-def test_an_outcome_between_0_and_1_is_a_success_above_the_threshold_only() -> None:
-    for above, expected in ((0.5, {1: 1}), (0.3, {2: 1})):
-        tree, rule = tree_of(1, 1), allocator("trace", success_above=above)
+def test_an_outcome_between_0_and_1_is_a_success_above_one_half_only() -> None:
+    for outcome, expected in ((0.4, {1: 1}), (0.6, {2: 1})):
+        tree, rule = tree_of(1, 1), allocator("trace")
         (first,) = spend(tree, rule.start(tree))
-        assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.2, outcome=0.4))) == expected
+        assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.2, outcome=outcome))) == expected
 
 
 def test_there_is_no_opinion_where_there_is_no_score() -> None:

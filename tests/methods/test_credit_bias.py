@@ -157,7 +157,7 @@ def test_the_committed_numbers_say_what_the_page_says() -> None:
             assert rules["sibling_shrunk"]["tilt"] <= 0.15
 
 
-def test_what_a_run_uses_when_nothing_is_said_is_unbiased_under_adaptive_branching() -> None:
+def test_what_a_run_uses_when_nothing_is_said_is_unbiased_where_branching_looks_at_the_prefix_only() -> None:
     for case in COMMITTED:
         if case["branching"] in BY_PREFIX:
             assert case["rules"][LearnerConfig().credit]["bias"] == 0

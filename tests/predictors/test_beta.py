@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -313,3 +314,11 @@ def test_with_a_uniform_prior_and_no_half_life_it_is_the_posterior_of_mopps() ->
         beta_ = 0.7 * beta_ + 0.3 + 4 - sum(outcomes)
         assert belief(predictor, "a") == pytest.approx(Belief(alpha, beta_))
         assert belief(predictor, "unseen") == Belief(1.0, 1.0)
+
+
+def test_a_stamp_far_newer_than_its_rollouts_end_is_no_power_of_two() -> None:
+    predictor = beta()
+    stamps = np.array([20_000, 0], np.int32)
+    group = replace(chain_group((1.0,), turns=2, prompt_id="a"), version_min=stamps, version_max=stamps)
+    predictor.observe([group])
+    assert belief(predictor, "a").alpha < 4.0

@@ -92,7 +92,7 @@ def test_a_prompts_own_evidence_comes_on_top_of_the_networks_word() -> None:
     group = visit(900, rng)
     (before,) = predictor.score_prompts([prompt_prefix(group)])
     parameters = predictor.parameters()
-    assert before.strength == pytest.approx(2.0)
+    assert before.alpha + before.beta == pytest.approx(2.0)
     # the evidence of six failures, as a checkpoint would have it
     counts = {**parameters["counts"], "prompts": [*parameters["counts"]["prompts"], [group.prompt_id, 0.0, 6.0, 0.0]]}
     predictor.load({**parameters, "counts": counts}, version=1)

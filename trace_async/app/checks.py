@@ -21,6 +21,8 @@ from trace_async.devices import pick_device
 from trace_async.errors import ConfigError
 from trace_async.methods.allocators import make_allocator
 from trace_async.methods.credit import credit_rule
+from trace_async.methods.registry import read_options
+from trace_async.predictors.embedding import EmbeddingOptions
 from trace_async.predictors.protocol import Belief
 
 
@@ -34,6 +36,7 @@ def check_parts(config: Config) -> None:
     _check_round(config)
     credit_rule(config.learner.credit)
     build_predictor(config, text_of=_no_text)
+    _check_cache(config)
     build_prompts(config, kit)
     heldout_tasks(config, kit)
     _check_positions(config, policy_path(config.policy.path))
@@ -51,6 +54,19 @@ def _check_round(config: Config) -> None:
     beliefs = [Belief(1.0, 1.0)] * size
     rng = np.random.default_rng(0)
     allocator.allocate(beliefs, budget=tree.roots_per_step, max_roots=tree.max_roots_per_prompt, rng=rng)
+
+
+def _check_cache(config: Config) -> None:
+    """The prompts of all rounds that may be out must stay encoded, or the learner encodes them while actors wait."""
+    if config.predictor.kind != "embedding":
+        return
+    cache = read_options(EmbeddingOptions, config.predictor.options, where="predictor.options").cache
+    needed = config.prompts.candidates_per_round * (config.coordinator.max_age_steps + 2)
+    if cache < needed:
+        raise ConfigError(
+            f"predictor.options.cache is {cache}, less than the {needed} prompts that may be looked at at a time, "
+            "prompts.candidates_per_round x (coordinator.max_age_steps + 2); raise it to at least that"
+        )
 
 
 def _check_positions(config: Config, folder: Path) -> None:

@@ -24,7 +24,7 @@ from trace_async.config import Config
 from trace_async.config_load import to_json
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.seeds import node_seed
-from trace_async.core.types import Lease, Task
+from trace_async.core.types import Lease, Prefix, Task
 from trace_async.devices import pick_device
 from trace_async.environment import EnvironmentKit
 from trace_async.errors import ConfigError, PolicyError
@@ -150,6 +150,9 @@ def build_actor(config: Config, *, name: str, address: str) -> Actor:
     kit = build_kit(config)
     engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
     predictor = build_predictor(config, text_of=renderer.text)
+    if not predictor.quick_batch:  # loads its model now, not within the first score's deadline
+        opening = np.array([renderer.pad_id], np.int32)
+        predictor.prepare([Prefix(prompt_id="", turn_index=0, token_ids=opening)])
     road = config.coordinator
     # the two know each other: the channel asks the actor who it is, the actor sends through the channel
     channel = ActorChannel(

@@ -41,6 +41,9 @@ Json: TypeAlias = Mapping[str, Any]
 ROOT = 0
 """Node id of the prompt."""
 
+SUCCESS_ABOVE = 0.5
+"""An outcome above this is a success: for prediction, allocation and reports; the policy trains on the real one."""
+
 
 class NodeState(IntEnum):
     """Where a node stands. The prompt is born EXPANDED; every other node is born GROWING."""

@@ -8,7 +8,7 @@ many milliseconds, so it runs in the trainer's thread. Never touches the shelf, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +59,17 @@ def make_batch(groups: Sequence[Group], *, rule: BatchRule, version: int, epoch:
         rows=layout(items, pad_id=rule.pad_id, micro_batch_tokens=rule.micro_batch_tokens),
         denominator=denominator(items),
     )
+
+
+def as_of(group: Group, *, version: int) -> Group:
+    """The group with no version stamp above `version`, the trainer's.
+
+    A restart takes versions back, and groups of the weights that it discarded carry higher numbers.
+    """
+    if group.version_max.max(initial=0) <= version:
+        return group
+    low, high = (np.minimum(stamps, np.int32(version)) for stamps in (group.version_min, group.version_max))
+    return replace(group, version_min=low, version_max=high)
 
 
 def judge_group(item: PackItem) -> GroupVerdict:

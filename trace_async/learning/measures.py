@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from trace_async.coordination.leases import REJECTED, Counts
 from trace_async.core.packing import PackItem
 from trace_async.core.rows import trainable_turns
-from trace_async.core.types import ActorStatus, Group, GroupVerdict, NodeState, Verdict
+from trace_async.core.types import SUCCESS_ABOVE, ActorStatus, Group, GroupVerdict, NodeState, Verdict
 from trace_async.learning.batching import Batch
-from trace_async.methods.forecasts import SUCCESS_ABOVE, root_outcomes
+from trace_async.methods.forecasts import root_outcomes
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = Floats | NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]

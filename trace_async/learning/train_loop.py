@@ -20,7 +20,7 @@ from typing import TypeVar
 from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import Group, Json, VersionNotice
 from trace_async.errors import InvariantError
-from trace_async.learning.batching import Batch, make_batch
+from trace_async.learning.batching import Batch, as_of, make_batch
 from trace_async.learning.checkpoint import write_checkpoint
 from trace_async.learning.costs import Costs
 from trace_async.learning.honesty import Honesty
@@ -122,9 +122,10 @@ class TrainLoop:
     async def _look_ahead(self) -> None:
         """Let a slow predictor look at the prompts of the rounds to come before the planner asks for them on the loop.
 
-        A step makes room for one round; the first publication of a start for all that may be out at once.
+        A step makes room for one round, and now and then for a second, since steps take a few roots more than a round
+        has; the first publication of a start for all that may be out at once.
         """
-        rounds = self._setup.coordinator.max_age_steps + 1 if self._intake.notice is None else 1
+        rounds = self._setup.coordinator.max_age_steps + 1 if self._intake.notice is None else 2
         upcoming = self._parts.planner.upcoming(rounds)
         await self._in_worker(partial(self._parts.beliefs.prepare, upcoming))
 
@@ -153,7 +154,8 @@ class TrainLoop:
         batch, stats = await self._in_worker(partial(self._train, groups))
         trained_s = self._clock()
         self._enter("observe")
-        await self._in_worker(partial(self._parts.predictor.observe, [item.group for item in batch.items]))
+        seen = [as_of(item.group, version=self._parts.trainer.version) for item in batch.items]
+        await self._in_worker(partial(self._parts.predictor.observe, seen))
         observed_s = self._clock()
         await self.publish()
         self._steps += 1

@@ -38,12 +38,6 @@ def root_value(v: ArrayLike, m: ArrayLike) -> Floats:
     return np.where(m < 2, 0.0, 1.0 - v**m - (1.0 - v) ** m)
 
 
-def root_marginal(v: ArrayLike, m: ArrayLike) -> Floats:
-    """What rollout m + 1 adds to m >= 1 rollouts: v^m (1-v) + (1-v)^m v. Strictly decreasing in m inside (0, 1)."""
-    v, m = np.asarray(v, np.float64), np.asarray(m, np.float64)
-    return np.asarray(v**m * (1.0 - v) + (1.0 - v) ** m * v)
-
-
 def root_values(v: ArrayLike, max_roots: int) -> Floats:
     """V_root [C, max_roots + 1] of 0 .. max_roots rollouts for each v [C]. Raises ValueError outside [0, 1]."""
     v = np.asarray(v, np.float64)
@@ -264,6 +258,6 @@ def _take_largest(
         if costs.shape != (len(gains),) or not (costs > 0.0).all():
             raise ValueError(f"costs must be {len(gains)} positive numbers, got {costs}")
         worth = gains / costs[:, None]
-    ranking = np.lexsort((rng.random(gains.size), -worth.ravel()))[:budget]
-    taken = ranking[gains.ravel()[ranking] >= at_least]
+    ranking = np.lexsort((rng.random(gains.size), -worth.ravel()))
+    taken = ranking[gains.ravel()[ranking] >= at_least][:budget]  # what is worth too little keeps no place from others
     return np.bincount(taken // max(budget, 1), minlength=len(gains)).astype(np.int64)

@@ -18,14 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import Group, GrownBy
+from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy
 from trace_async.methods.allocation import prefix_value, repeat_probability, root_value, root_value_beta
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-
-SUCCESS_ABOVE = 0.5
-"""An outcome above this is a success."""
 
 
 class Forecasts(NamedTuple):

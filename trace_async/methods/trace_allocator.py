@@ -30,7 +30,7 @@ import numpy as np
 
 from trace_async.core.nodes import Node
 from trace_async.core.tree import TurnTree
-from trace_async.core.types import ROOT, Grant, GrownBy
+from trace_async.core.types import ROOT, SUCCESS_ABOVE, Grant, GrownBy
 from trace_async.errors import ConfigError
 from trace_async.methods.allocation import Counts, allocate_prefixes, allocate_prefixes_beta, repeat_probability
 from trace_async.methods.growth_rules import (
@@ -54,7 +54,6 @@ class TraceOptions:
     form: Literal["point", "beta"] = "point"  # how far a prediction is trusted
     strength: float = 8.0  # of form "beta": how many rollouts' worth of evidence a prediction stands for
     clip: float = 0.02  # predicted success is kept in [clip, 1 - clip], so that no anchor is ever worth nothing
-    success_above: float = 0.5  # an outcome above this counts as a success, here and nowhere else
     cost_aware: bool = False  # divide what a continuation is worth by the tokens it is expected to cost
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class TraceAllocator(RootRollouts):
         """Continuations int64 [n] for each anchor, `share` in all but for those that would add less than `at_least`."""
         options = self._options
         success = np.clip([anchor.success for anchor in anchors], options.clip, 1.0 - options.clip)
-        repeat = repeat_probability(success, [anchor.outcome > options.success_above for anchor in anchors])
+        repeat = repeat_probability(success, [anchor.outcome > SUCCESS_ABOVE for anchor in anchors])
         granted = [anchor.granted for anchor in anchors]
         cost = suffix_costs(anchors) if options.cost_aware else None
         if options.form == "point":

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import Group, GrownBy, Json, NodeState
+from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy, Json, NodeState
 from trace_async.errors import ConfigError
-from trace_async.predictors.protocol import OPTIONS_KEY, SUCCESS_ABOVE
+from trace_async.predictors.protocol import OPTIONS_KEY
 
 Floats = NDArray[np.float64]
 
@@ -147,7 +147,7 @@ class Counts:
 
     def _left(self, versions: float) -> float:
         half_life = self._options.half_life_versions
-        return 0.5 ** (versions / half_life) if half_life else 1.0
+        return 0.5 ** (max(0.0, versions) / half_life) if half_life else 1.0
 
 
 def in_order(groups: Sequence[Group]) -> list[Group]:

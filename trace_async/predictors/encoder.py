@@ -56,12 +56,14 @@ class SentenceEncoder:
         self._tokenizer: Any = None
 
     def encode(self, text: str) -> FloatArray:
-        """float32 [width], of length 1. A text that is too long is read at both ends."""
+        """float32 [width], of length 1; zeros for a text without tokens. One that is too long is read at both ends."""
         import torch
 
         if self._model is None:
             self._load()
         ids = self._tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        if not ids:
+            return np.zeros(self.width, np.float32)
         if len(ids) > self._max_tokens:
             head = self._max_tokens // 2
             ids = ids[:head] + ids[head - self._max_tokens :]
@@ -74,6 +76,8 @@ class SentenceEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True)
+        # a table of positions may be longer than what the model takes: RoBERTa's kind keeps two places for itself
+        self._max_tokens = min(self._max_tokens, int(self._tokenizer.model_max_length))
         self._model = AutoModel.from_pretrained(str(self._folder), local_files_only=True).eval()
 
     def _find_pooling(self) -> str:

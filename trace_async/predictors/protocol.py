@@ -10,9 +10,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from trace_async.core.types import FloatArray, Group, IntArray, Json, Prefix
 
-SUCCESS_ABOVE = 0.5
-"""An outcome above this counts as a success; for prediction and allocation only."""
-
 OPTIONS_KEY = "predictor.options"
 
 TextOf: TypeAlias = Callable[[IntArray], str]
@@ -29,11 +26,6 @@ class Belief(NamedTuple):
     def mean(self) -> float:
         """Predicted success probability."""
         return self.alpha / (self.alpha + self.beta)
-
-    @property
-    def strength(self) -> float:
-        """Rollouts that the belief is worth."""
-        return self.alpha + self.beta
 
 
 class Predictor(Protocol):

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_async.core.group import turn_spans
-from trace_async.core.types import FloatArray, Group, NodeState, Prefix
-from trace_async.predictors.protocol import SUCCESS_ABOVE
+from trace_async.core.types import SUCCESS_ABOVE, FloatArray, Group, NodeState, Prefix
 
 
 class Target(NamedTuple):
