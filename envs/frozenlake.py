@@ -25,7 +25,7 @@ from trace_async.core.types import Message, Task
 from trace_async.environment import Branching, EnvironmentKit, StepResult
 from trace_async.errors import ConfigError
 
-_SHARES = 20
+_SHARES = 5
 """Frozen shares that are tried for one task; only far goals on little ice need a second."""
 
 
@@ -111,7 +111,8 @@ class FrozenLakeTasks:
             frozen = float(rng.uniform(options.min_frozen, options.max_frozen))
             return find_lake(rng, split=split, size=size, frozen=frozen, min_moves=near, max_moves=far)
 
-        for _ in range(_SHARES - 1):
+        further = _SHARES - 1 if options.min_frozen < options.max_frozen else 0
+        for _ in range(further):
             with suppress(ConfigError):
                 return draw()
         return draw()
