@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 Result = Mapping[str, Any]
 
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+T_975 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """97.5 % quantiles of Student's t for that many seeds."""
 
 CURVES = ("grpo", "mopps", "tree_grpo", "treepo", "trace")
@@ -30,8 +30,8 @@ FACTORIAL = (("random_tree", "trace_prefix"), ("trace_root", "trace"))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval (Student's t over seeds); NaN for a single seed."""
-    if len(values) < 2:
+    """Mean and half-width of its 95 % interval (Student's t over seeds); NaN for fewer than three seeds."""
+    if len(values) < 3:
         return round(statistics.mean(values), 4), math.nan
     half = T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return round(statistics.mean(values), 4), round(half, 4)
@@ -83,7 +83,7 @@ def _band(axes: Axes, curves: Sequence[Sequence[Sequence[float]]], label: str, c
     values = np.array([np.interp(places, *np.array(curve).T[:2]) for curve in curves])
     mean = values.mean(axis=0)
     axes.plot(places, mean, color=colour, label=label)
-    if len(curves) > 1:
+    if len(curves) > 2:
         half = T_975[len(curves)] * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
         axes.fill_between(places, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
 
@@ -111,7 +111,7 @@ def _draw_rows(results: Sequence[Result], labels: Mapping[str, str], path: Path)
 
 def _draw_factorial(axes: Axes, own: Mapping[str, Sequence[Result]]) -> None:
     """Success and effective ratio of the four combinations of the two stages."""
-    axes.set_title("the two stages: success / effective ratio")
+    axes.set_title("success / effective ratio")
     axes.set_xticks([0, 1], ["random prefixes", "TRACE prefixes"])
     axes.set_yticks([0, 1], ["TRACE\nroots", "even\nroots"])
     shown = np.full((2, 2), math.nan)

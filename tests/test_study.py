@@ -38,7 +38,7 @@ def test_an_interval_is_students() -> None:
     mean, half = interval([0.4, 0.5, 0.6])
     assert mean == pytest.approx(0.5)
     assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3), abs=1e-4)
-    assert math.isnan(interval([0.4])[1])
+    assert math.isnan(interval([0.4, 0.5])[1])
 
 
 def test_results_become_a_table_and_pictures(tmp_path: Path) -> None:
