@@ -15,10 +15,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-Result = Mapping[str, Any]
+from benchmarks.quickstart_seeds import T_975
+from benchmarks.quickstart_seeds import interval as interval_of_seeds
 
-T_975 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""97.5 % quantiles of Student's t for that many seeds."""
+Result = Mapping[str, Any]
 
 CURVES = ("grpo", "mopps", "tree_grpo", "treepo", "trace")
 COLOURS = {
@@ -33,8 +33,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half-width of its 95 % interval (Student's t over seeds); NaN for fewer than three seeds."""
     if len(values) < 3:
         return round(statistics.mean(values), 4), math.nan
-    half = T_975[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return round(statistics.mean(values), 4), round(half, 4)
+    mean, half = interval_of_seeds(values)
+    return round(mean, 4), round(half, 4)
 
 
 def table(results: Sequence[Result], labels: Mapping[str, str]) -> list[str]:
