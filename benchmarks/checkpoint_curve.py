@@ -20,9 +20,11 @@ from trace_async.app.commands import EVALUATION_SEED
 from trace_async.app.evaluate import Evaluation, Evaluator
 from trace_async.config import Config
 from trace_async.config_load import load_saved_config
+from trace_async.core.types import Canary
 from trace_async.run_folder import RunFolder
 
 EPISODES_AT_ONCE = 128
+_NO_CANARY = Canary(prompts=(), logprobs=())  # no learner here to ask
 
 
 async def measure(config: Config, folder: RunFolder, *, maps: int, between: int) -> list[dict[str, Any]]:
@@ -46,8 +48,8 @@ async def measure(config: Config, folder: RunFolder, *, maps: int, between: int)
             start.write_text(json.dumps(points[0]), encoding="utf-8")
         for checkpoint in checkpoints:
             state = json.loads((checkpoint / "learner.json").read_text(encoding="utf-8"))
-            weights = (checkpoint / "trainer" / "model.safetensors").read_bytes()
-            await engine.load(version=state["version"], epoch=0, weights=weights)
+            weights = checkpoint / "trainer" / "model.safetensors"
+            await engine.load(version=state["version"], epoch=0, weights=weights, canary=_NO_CANARY, adapter=None)
             played = tasks if checkpoint == checkpoints[-1] else tasks[:between]
             found = await evaluator.run(played)
             points.append(_point(state["step"], state["costs"]["sampled_tokens"], found))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import ClassVar, TypeAlias
 from zlib import crc32
 
@@ -23,6 +24,8 @@ from trace_async.core.tree import TurnTree
 from trace_async.core.types import (
     ROOT,
     ActorStatus,
+    Adapter,
+    Canary,
     FloatArray,
     GenerateRequest,
     Generation,
@@ -39,7 +42,9 @@ from trace_async.core.types import (
     VersionNotice,
 )
 from trace_async.environment import Branching, StepResult
-from trace_async.errors import PolicyError
+from trace_async.errors import EngineError, PolicyError
+from trace_async.publication.manifest import FileEntry, Manifest, notice_names
+from trace_async.publication.staging import FetchedVersion
 from trace_async.transport.wire import Ack, decode_group, encode_group
 
 STOP_ID = 1
@@ -124,15 +129,26 @@ class ScriptedEngine:
     latency: Latency = at_once
     fault: Fault = no_fault
     load_s: float = 0.0
-    unusable: frozenset[int] = frozenset()  # versions that cannot be loaded
+    unusable: frozenset[int] = frozenset()  # versions that do not fit: the weights before them stay in use
+    unproven: frozenset[int] = frozenset()  # versions whose canary does not agree: nothing is in use after them
     version: int = 0
     requests: list[GenerateRequest] = field(default_factory=list)
-    loads: list[tuple[int, int, bytes]] = field(default_factory=list)
+    loads: list[tuple[int, int, str]] = field(default_factory=list)  # version, epoch, name of the file
     in_flight: int = 0
     max_in_flight: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    proven: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def lose(self) -> None:
+        """The process behind the engine starts again: its weights are gone."""
+        self.version = -1
+        self.proven.clear()
+        self.lost.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
+        while self.version < 0:
+            await self.proven.wait()
         version = self.version
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
@@ -141,6 +157,8 @@ class ScriptedEngine:
             await answer_after(request.request_id, latency=self.latency, fault=self.fault)
         finally:
             self.in_flight -= 1
+        if self.version < 0:
+            raise EngineError(f"{request.request_id}: the weights are gone")
         token_ids, logprobs = sample(request)
         return Generation(
             token_ids=token_ids,
@@ -152,12 +170,17 @@ class ScriptedEngine:
             generate_s=loop_clock() - started_s,
         )
 
-    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
+    async def load(self, *, version: int, epoch: int, weights: Path, canary: Canary, adapter: Adapter | None) -> None:
         await asyncio.sleep(self.load_s)
         if version in self.unusable:
             raise PolicyError(f"v{version} cannot be used")
+        if version in self.unproven:
+            self.version = -1
+            self.proven.clear()
+            raise PolicyError(f"v{version} does not act")
         self.version = version
-        self.loads.append((version, epoch, weights))
+        self.proven.set()
+        self.loads.append((version, epoch, weights.name))
 
     def counters(self) -> Mapping[str, float]:
         return {"engine_busy_s": 1.5, "engine_idle_s": 0.5}
@@ -165,6 +188,30 @@ class ScriptedEngine:
     async def run(self) -> None:
         """The owner loop of a real engine; waits for cancellation."""
         await asyncio.Event().wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedFetcher:
+    """Brings whatever is announced. A call is named `fetch:VERSION`; `asked` tells the versions, in order."""
+
+    latency: Latency = at_once
+    fault: Fault = no_fault
+    asked: list[int] = field(default_factory=list)
+
+    async def fetch(self, notice: VersionNotice) -> FetchedVersion:
+        self.asked.append(notice.version)
+        await answer_after(f"fetch:{notice.version}", latency=self.latency, fault=self.fault)
+        weights, predictor, _ = notice_names(notice)
+        manifest = Manifest(
+            version=notice.version,
+            epoch=notice.epoch,
+            weights=FileEntry(name=weights, num_bytes=0, chunk_digests=()),
+            predictor=FileEntry(name=predictor, num_bytes=0, chunk_digests=()),
+            tensors=(),
+            canary=Canary(prompts=(), logprobs=()),
+            adapter=None,
+        )
+        return FetchedVersion(manifest, Path(weights), {"of": notice.version})
 
 
 def sample(request: GenerateRequest) -> tuple[IntArray, FloatArray]:
@@ -350,14 +397,7 @@ class LoopLearner:
 
     def announce(self, version: int, *, epoch: int = 1) -> None:
         self.channel.announced.append(
-            VersionNotice(
-                version=version,
-                epoch=epoch,
-                weights=f"v{version}",
-                digest="",
-                predictor=f"p{version}",
-                predictor_digest="",
-            )
+            VersionNotice(version=version, epoch=epoch, manifest_digest="", directory="", address="")
         )
         self.channel.wake()
 

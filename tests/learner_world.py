@@ -22,10 +22,21 @@ from tests.fleet_world import bare_prefix
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
-from trace_async.core.types import ActorStatus, Group, Json, Lease, Task, TreePhase, VersionNotice
+from trace_async.core.types import (
+    ActorStatus,
+    Adapter,
+    Canary,
+    Group,
+    IntArray,
+    Json,
+    Lease,
+    Task,
+    TreePhase,
+    VersionNotice,
+)
 from trace_async.learning.batching import BatchRule
 from trace_async.learning.learner import Learner
-from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
+from trace_async.learning.learner_parts import LearnerParts, LearnerSetup, WeightServer
 from trace_async.ledger import Ledger
 from trace_async.methods.credit import sibling_credit
 from trace_async.methods.root_allocators import make_root_allocator
@@ -33,6 +44,7 @@ from trace_async.metrics import Row
 from trace_async.predictors.protocol import Predictor
 from trace_async.predictors.registry import make_predictor
 from trace_async.prompts import PromptStream
+from trace_async.publication.store import Published
 from trace_async.run_folder import RunFolder
 from trace_async.transport import wire
 from trace_async.transport.channel_learner import ChannelHandler
@@ -105,6 +117,12 @@ class FakeTrainer:
         self.fuse.burn()
         return {"actor/grad_norm": 1.0}
 
+    adapter: Adapter | None = None
+
+    def canary(self, prompts: Sequence[IntArray]) -> Canary:
+        said = [np.full(len(prompt) - 1, -float(self.version), np.float32) for prompt in prompts]
+        return Canary(prompts=tuple(prompts), logprobs=tuple(said))
+
     def save_weights(self, path: Path) -> None:
         path.write_text(json.dumps(self.weights))
 
@@ -121,7 +139,7 @@ class FakeTrainer:
         self.events.append("export")
 
 
-class FakePolicies:
+class FakeStore:
     """Publishes nothing but the fact."""
 
     def __init__(self, events: list[str], fuse: Fuse) -> None:
@@ -129,21 +147,32 @@ class FakePolicies:
         self.fuse = fuse
         self.notices: list[VersionNotice] = []
         self.predictors: list[Json] = []  # published with the notices
+        self.canaries: list[Canary] = []
+        self.retired: list[tuple[int, int]] = []  # newest version then, and since when versions were needed
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.notices)
 
     def publish(
-        self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
-    ) -> VersionNotice:
+        self,
+        *,
+        version: int,
+        epoch: int,
+        write: Callable[[Path], None],
+        predictor: Json,
+        canary: Canary,
+        adapter: Adapter | None,
+    ) -> Published:
         self.fuse.burn()
         self.events.append(f"publish {version}")
         self.predictors.append(predictor)
-        notice = VersionNotice(
-            version=version, epoch=epoch, weights="none", digest="", predictor="none", predictor_digest=""
-        )
-        self.notices.append(notice)
-        return notice
+        self.canaries.append(canary)
+        self.notices.append(VersionNotice(version=version, epoch=epoch, manifest_digest="", directory="", address=""))
+        return Published(self.notices[-1], 100 + version)
 
-    def retire(self, directory: Path, *, keep: int) -> list[Path]:
-        return []
+    def retire(self, *, keep: int, needed_since: int) -> None:
+        self.retired.append((self.notices[-1].version, needed_since))
 
 
 class Rows:
@@ -262,6 +291,9 @@ class FakeActor:
     releases: list[str] = field(default_factory=list)
     breathless: tuple[float, float] = (0.0, 0.0)  # no heartbeat arrives between these times, the road stands
     hellos_s: list[float] = field(default_factory=list)  # when it said hello
+    on_lease: Callable[[], None] = lambda: None
+    confirm_after_s: float = 0.0  # from a notice until its weights are proven
+    refuses: frozenset[int] = frozenset()  # versions that it never gets to load
     version: int = -1
     epoch: int = 0
 
@@ -276,6 +308,7 @@ class FakeActor:
             tasks += [group.create_task(self._work(channel, lease)) for lease in list(self.leases.values())]
             while not isinstance(message := await inbox.get(), wire.Stop):
                 if isinstance(message, wire.LeaseMessage):
+                    self.on_lease()
                     self.leases[message.lease.lease_id] = message.lease
                     tasks.append(group.create_task(self._work(channel, message.lease)))
                 elif isinstance(message, wire.Notice):
@@ -298,8 +331,17 @@ class FakeActor:
 
     def _follow(self, channel: FakeChannel, notice: VersionNotice | None) -> None:
         assert notice is not None, "actors are heard only after a version is published"
-        self.version, self.epoch = notice.version, notice.epoch
-        channel.handler.on_confirm(self.name, notice.version, notice.epoch)
+        if self.confirm_after_s:
+            asyncio.get_running_loop().call_later(self.confirm_after_s, self._load, channel, notice)
+        else:
+            self._load(channel, notice)
+
+    def _load(self, channel: FakeChannel, notice: VersionNotice) -> None:
+        if notice.version in self.refuses:
+            self.version = -1
+        elif (notice.epoch, notice.version) > (self.epoch, self.version):
+            self.version, self.epoch = notice.version, notice.epoch
+            channel.handler.on_confirm(self.name, notice.version, notice.epoch)
 
     async def _beat(self, channel: FakeChannel) -> None:
         while True:
@@ -375,11 +417,12 @@ class LearnerWorld:
     former_addresses: list[str] = field(default_factory=list)  # what each start was told
     fuse: Fuse = field(default_factory=Fuse)
     worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    server: WeightServer | None = None
     make_predictor: Callable[[], Predictor] = lambda: make_predictor("beta", {}, seed=5, text_of=str)
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
-        self.policies = FakePolicies(self.events, self.fuse)
+        self.store = FakeStore(self.events, self.fuse)
         self.trainer = FakeTrainer(self.events, self.fuse)
         self.rows = Rows(self.fuse)
 
@@ -396,7 +439,8 @@ class LearnerWorld:
             planner=RoundPlanner(
                 prompts, beliefs, root_allocator, prefix_of=bare_prefix, tree=self.tree, candidates=12, seed=5
             ),
-            policies=self.policies,
+            store=self.store,
+            server=self.server,
             ledger=ledger,
             metrics=self.rows,
             make_channel=self._make_channel,
@@ -416,6 +460,8 @@ class LearnerWorld:
                 micro_batch_tokens=64,
             ),
             vocabulary_size=10_000,
+            canary_prompts=(np.array([5, 6, 7], np.int32),),
+            keep_versions=3,
             drain_s=5.0,
             told_to_actors={"run": {"name": "test"}},
         )

@@ -19,6 +19,7 @@ from tests.fakes import (
     LoopLearner,
     ScatterAllocator,
     ScriptedEngine,
+    ScriptedFetcher,
     TableScorer,
     WordRenderer,
     World,
@@ -30,20 +31,14 @@ from tests.fakes import (
 from trace_async.acting.actor import Actor, Channel
 from trace_async.acting.expansion import GrowthParts
 from trace_async.acting.turns import TurnPlayer
-from trace_async.core.types import Json, Lease, NodeState, VersionNotice
+from trace_async.core.types import Json, Lease, NodeState
 from trace_async.errors import EngineError, InvariantError, PolicyError
-from trace_async.policy import FetchedVersion
 from trace_async.transport import channel
 
 
 def a_real_channel_fits(real: channel.ActorChannel) -> Channel:
     """For the type checker."""
     return real
-
-
-def fetched(notice: VersionNotice) -> FetchedVersion:
-    """What stands in the files of a notice that names none."""
-    return FetchedVersion(notice.weights.encode(), {"of": notice.predictor})
 
 
 class Scene:
@@ -63,7 +58,7 @@ class Scene:
         self.world = World()
         self.scorer = TableScorer()
         self.predictors: list[tuple[Json, int]] = []
-        self.fetch: Callable[[VersionNotice], FetchedVersion] = fetched
+        self.fetcher = ScriptedFetcher()
         player = TurnPlayer(
             self.engine,
             WordRenderer(),
@@ -78,7 +73,7 @@ class Scene:
             actor_id="actor-7",
             channel=self.learner.channel,
             engine=self.engine,
-            fetch=lambda notice: self.fetch(notice),
+            fetcher=self.fetcher,
             load_predictor=lambda state, version: self.predictors.append((state, version)),
             parts=GrowthParts(
                 player=player,
@@ -145,8 +140,8 @@ def test_no_tree_starts_before_a_version_is_loaded() -> None:
 
     scene = act(script)
     assert scene.learner.confirmed == [(12.0, 5, 1)]
-    assert scene.engine.loads == [(5, 1, b"v5")]
-    assert scene.predictors == [({"of": "p5"}, 5)]
+    assert scene.engine.loads == [(5, 1, "e001_v000005.safetensors")]
+    assert scene.predictors == [({"of": 5}, 5)]
     assert list(scene.learner.groups) == ["lease-0"]
 
 
@@ -181,13 +176,8 @@ def test_the_newest_epoch_wins_even_with_a_lower_version_and_an_old_tree_keeps_i
 
 
 def test_a_weight_file_that_is_gone_is_tried_again_with_a_newer_version_at_once() -> None:
-    def fetch(notice: VersionNotice) -> FetchedVersion:
-        if notice.version < 2:
-            raise PolicyError(f"v{notice.version} was retired")
-        return fetched(notice)
-
     async def script(scene: Scene) -> None:
-        scene.fetch = fetch
+        scene.fetcher.fault = lambda call: PolicyError("it was retired") if call == "fetch:1" else None
         scene.learner.announce(1)
         await asyncio.sleep(6.0)
         scene.learner.announce(2)
@@ -207,17 +197,58 @@ def test_a_version_that_the_engine_cannot_load_is_tried_again_with_a_newer_one_a
 
 
 def test_a_weight_file_that_never_comes_ends_the_actor_with_the_reason() -> None:
-    def fetch(notice: VersionNotice) -> FetchedVersion:
-        raise PolicyError("digest differs")
-
     async def script(scene: Scene) -> None:
-        scene.fetch = fetch
+        scene.fetcher.fault = lambda call: PolicyError("digest differs")
         scene.learner.announce(1)
         await asyncio.sleep(100.0)
 
     with pytest.raises(ExceptionGroup) as caught:
         act(script)
     assert caught.group_contains(PolicyError, match="digest differs")
+
+
+def test_a_lost_engine_lets_trees_wait_and_takes_no_new_ones_until_its_weights_are_back() -> None:
+    async def script(scene: Scene) -> None:
+        scene.world.end_probability = 0.0
+        scene.world.latency = lambda call: 1.0 if call.startswith("step") else 0.0
+        scene.engine.load_s = 5.0
+        scene.learner.announce(3)
+        scene.learner.issue(lease_of(0, roots=1, continuations=0))
+        await asyncio.sleep(6.5)  # turns are sampled in [5, 6], [7, 8], ...
+        scene.engine.lose()
+        scene.learner.issue(lease_of(1, roots=1, continuations=0))
+        await asyncio.sleep(4.0)
+        assert scene.actor.status().version == -1
+        assert scene.actor.hello().live_leases == ("lease-0", "lease-1")
+        assert [tree.lease_id for tree in scene.actor.status().trees] == ["lease-0"]
+        await asyncio.sleep(60.0)
+
+    scene = act(script)
+    assert [(version, time_s) for time_s, version, _ in scene.learner.confirmed] == [(3, 5.0), (3, 11.5)]
+    assert set(scene.learner.groups) == {"lease-0", "lease-1"}
+    assert not any(group.failures for group in scene.learner.groups.values())
+    assert scene.learner.statuses[-1].counters["engine_losses"] == 1
+
+
+def test_while_a_version_cannot_be_had_trees_go_on_with_the_old_one_and_no_new_ones_start() -> None:
+    async def script(scene: Scene) -> None:
+        scene.learner.announce(3)
+        scene.learner.issue(lease_of(0))
+        await asyncio.sleep(0.5)
+        scene.fetcher.fault = lambda call: PolicyError("the network is down")
+        scene.learner.announce(4)
+        await asyncio.sleep(0.1)
+        scene.learner.issue(lease_of(1))
+        await asyncio.sleep(40.0)
+        assert list(scene.learner.groups) == ["lease-0"]
+        assert scene.actor.status().version == -1
+        scene.fetcher.fault = lambda call: None
+        await asyncio.sleep(60.0)
+        assert scene.actor.status().version == 4
+
+    groups = act(script).learner.groups
+    assert set(groups["lease-0"].version_max.tolist()) == {3}
+    assert set(groups["lease-1"].version_min.tolist()) == {4}
 
 
 # ---- groups and leases ---------------------------------------------------------------------------------------------
@@ -527,7 +558,9 @@ async def chaos(seed: int) -> LoopLearner:
     learner = LoopLearner(lose_ack=lambda group_id, attempt: unit(seed, "ack", group_id, attempt) < 0.3)
     scene = Scene(learner=learner, max_live_roots=6, drain_s=4.0, request_deadline_s=20.0)
     scene.engine.latency = scene.world.latency = scene.scorer.latency = pareto(seed, scale_s=0.3)
+    scene.fetcher.latency, scene.engine.load_s = pareto(seed, scale_s=0.1, longest_s=2.0), 0.1
     errors = (lambda: RuntimeError("boom"), lambda: EngineError("lost"))
+    scene.fetcher.fault = now_and_then(seed, (lambda: PolicyError("not there"),), probability=0.3)
     scene.engine.fault = scene.world.fault = scene.scorer.fault = now_and_then(seed, errors, probability=0.05)
     async with asyncio.TaskGroup() as group:
         group.create_task(scene.actor.run())
@@ -538,6 +571,8 @@ async def chaos(seed: int) -> LoopLearner:
             if unit(seed, "release", number) < 0.2:
                 learner.release(f"lease-{number}")
             learner.announce(number)
+            if unit(seed, "lose", number) < 0.2:
+                scene.engine.lose()
         scene.actor.drain()
     scene.check_nothing_is_left()
     return learner

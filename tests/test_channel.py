@@ -37,7 +37,7 @@ from trace_async.transport import wire
 from trace_async.transport.channel import ActorChannel
 from trace_async.transport.channel_learner import LearnerChannel
 
-NOTICE = VersionNotice(version=1, epoch=1, weights="w", digest="d", predictor="p", predictor_digest="e")
+NOTICE = VersionNotice(version=1, epoch=1, manifest_digest="d", directory="/v", address="")
 
 
 @on_both_loops

@@ -141,6 +141,11 @@ def test_an_override_cannot_smuggle_in_a_second_key(tmp_path: Path) -> None:
         ("[coordinator]\ndead_after_s = 1.5", "less than two heartbeats of 1 s"),
         ("[coordinator]\nlease_deadline_s = 60", "one slow turn would cost the whole tree"),
         ("[coordinator]\naddress = 'tcp://0.0.0.0:5555'", "set coordinator.trust_network = true"),
+        ("[publication]\naddress = 'tcp://10.0.0.7:0'", "address: is 'tcp://10.0.0.7:0', which other machines reach"),
+        (
+            "[publication]\naddress = 'ipc:///tmp/weights'",
+            "publication.address: is 'ipc:///tmp/weights': give tcp://HOST:PORT",
+        ),
         ("[engine]\nmax_turn_tokens = 256", "no turn would fit beside the prompt"),
         ("[learner]\nmicro_batch_tokens = 255", "a full path would not fit into one forward pass"),
         ("[evaluation]\ngreedy = false\nsampled = false", "nothing would be measured"),

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.learner_world import (
     grow_broken,
     grow_flat,
     grow_mixed,
+    loop_clock,
     number_of,
     pure,
 )
@@ -122,6 +124,93 @@ def test_leases_that_nobody_will_train_on_are_released_at_the_end(tmp_path: Path
     run(world.train())
 
     assert actor.leases == {}
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+def test_each_version_goes_out_with_what_its_own_weights_say_of_the_canary_prompts(tmp_path: Path) -> None:
+    world = world_of(tmp_path, max_steps=3)
+
+    run(world.train())
+
+    assert [canary.prompts[0].tolist() for canary in world.store.canaries] == [[5, 6, 7]] * 4
+    assert [canary.logprobs[0].tolist() for canary in world.store.canaries] == [[-v, -v] for v in range(4)]
+
+
+def test_older_versions_are_retired_when_every_live_actor_has_a_newer_one_and_the_times_are_told(
+    tmp_path: Path,
+) -> None:
+    world = world_of(tmp_path, FakeActor("quick"), FakeActor("slow", confirm_after_s=0.7), max_steps=6)
+
+    run(world.train())
+
+    assert world.store.retired[0] == (0, -1)  # nobody is here yet
+    assert all(needed_since <= newest for newest, needed_since in world.store.retired)
+    assert world.store.retired == sorted(world.store.retired)
+    assert max(needed_since for _, needed_since in world.store.retired) >= 4
+    first = [row["publication/first_confirm_s"] for row in world.rows.rows]
+    everybody = [row["publication/all_confirm_s"] for row in world.rows.rows]
+    assert {value for value in first if not math.isnan(value)} == {0.0}
+    assert 0.7 in {round(value, 6) for value in everybody}
+    assert [row["publication/bytes"] for row in world.rows.rows] == [101, 102, 103, 104, 105, 106]
+
+
+def test_an_actor_that_is_late_gets_no_leases_until_it_has_caught_up_and_then_it_does(tmp_path: Path) -> None:
+    late = FakeActor("late", confirm_after_s=40.0, capacity=99)
+    world = world_of(tmp_path, late, max_steps=3)
+    leased_s: list[float] = []
+    late.on_lease = lambda: leased_s.append(loop_clock())
+
+    run(world.train())
+
+    assert min(leased_s) == 40.0
+    assert world.trainer.version == 3
+
+
+def test_an_actor_whose_load_fails_gets_no_leases_but_others_do_and_with_the_next_version_it_works_again(
+    tmp_path: Path,
+) -> None:
+    fenced, other = FakeActor("fenced", refuses=frozenset({1, 2})), FakeActor("other")
+    world = world_of(tmp_path, fenced, other, max_steps=8, max_age_steps=0)
+    leased_at: list[int] = []
+    fenced.on_lease = lambda: leased_at.append(world.trainer.version)
+
+    run(world.train())
+
+    assert set(leased_at).isdisjoint({1, 2})
+    assert set(leased_at) & {3, 4, 5, 6, 7}
+    assert world.trainer.version == 8
+
+
+class BreakingServer:
+    """A weight server whose thread ends with an error after a while."""
+
+    async def watch(self) -> None:
+        await asyncio.sleep(3.0)
+        raise OSError("too many open files")
+
+    def counters(self) -> Mapping[str, float]:
+        return {"stream_bytes": 7.0}
+
+
+def test_a_weight_server_that_breaks_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    world = world_of(tmp_path, FakeActor("a", mute=True))
+    world.server = BreakingServer()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(world.train())
+
+    assert caught.group_contains(OSError, match="too many open files")
+
+
+def test_what_the_weight_server_sent_is_in_the_row(tmp_path: Path) -> None:
+    world = world_of(tmp_path, max_steps=1)
+    world.server = BreakingServer()
+
+    run(world.train())
+
+    assert world.rows.rows[0]["publication/streamed_bytes_total"] == 7
 
 
 # ---- judgement -----------------------------------------------------------------------------------------------------
@@ -358,7 +447,7 @@ def test_a_resumed_run_counts_on_from_the_checkpoint(tmp_path: Path) -> None:
     assert last["cost/wall_s_total"] > state["costs"]["wall_s"] > 0
     assert last["predictor/prompts/outcomes"] == 6
     assert world.rows.rows[-1]["training/epoch"] == 2
-    assert [notice.epoch for notice in world.policies.notices][-2:] == [2, 2]
+    assert [notice.epoch for notice in world.store.notices][-2:] == [2, 2]
 
 
 def test_checkpoints_beyond_the_kept_ones_go_and_the_ledger_forgets_their_groups(tmp_path: Path) -> None:

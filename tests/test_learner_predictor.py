@@ -71,7 +71,7 @@ def test_the_predictions_stamped_on_a_group_were_made_by_parameters_that_had_not
     world = world_of(tmp_path, FakeActor("a", grow=grow), FakeActor("b", grow=grow))
     world.make_predictor = NotingPredictor
     run(world.train())
-    seen_at = [set(parameters["seen"]) for parameters in world.policies.predictors]  # by version
+    seen_at = [set(parameters["seen"]) for parameters in world.store.predictors]  # by version
     assert len(seen_at[-1]) >= 10
     assert max(version for _, version in grown.values()) >= 2
     for group_id, versions in grown.items():
@@ -82,10 +82,10 @@ def test_every_consumed_group_is_observed_once_also_over_a_crash(tmp_path: Path)
     world = world_of(tmp_path, max_steps=6)
     world.make_predictor = NotingPredictor
     run(world.train_and_kill(60.0, after_effects=20))
-    kept = len(world.policies.predictors)
+    kept = len(world.store.predictors)
     assert 2 < len(world.trainer.rows) < 6
     run(world.train())
-    (resumed, *_, last) = (list(parameters["seen"]) for parameters in world.policies.predictors[kept:])
+    (resumed, *_, last) = (list(parameters["seen"]) for parameters in world.store.predictors[kept:])
     assert resumed
     assert last[: len(resumed)] == resumed
     assert len(last) == len(set(last))
@@ -110,8 +110,8 @@ def test_a_learned_predictor_goes_on_to_the_bit_after_a_kill(tmp_path: Path) -> 
     assert 2 < len(killed.trainer.rows) < 5
     run(killed.train())
     assert killed.trainer.weights == whole.trainer.weights
-    assert killed.policies.predictors[-1] == whole.policies.predictors[-1]
-    assert whole.policies.predictors[-1] != whole.policies.predictors[-2]
+    assert killed.store.predictors[-1] == whole.store.predictors[-1]
+    assert whole.store.predictors[-1] != whole.store.predictors[-2]
 
 
 def test_the_road_goes_on_while_the_predictor_learns(tmp_path: Path) -> None:

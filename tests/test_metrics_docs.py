@@ -10,11 +10,12 @@ from pathlib import Path
 REPO = Path(__file__).parent.parent
 SOURCES = (
     *("learning/measures.py", "learning/costs.py", "learning/honesty.py", "learning/train_loop.py"),
+    "learning/spread.py",
     *("trainer.py", "metrics.py", "methods/objective.py"),
 )
 STAGES = (
     *("training", "timing_s", "rollout", "critic", "predictor", "allocation", "engine", "wire", "groups", "permits"),
-    *("shelf", "staleness", "actor", "objective", "cost"),
+    *("shelf", "staleness", "actor", "objective", "cost", "publication"),
 )
 KEY = re.compile(rf"(?:{'|'.join(STAGES)}|<x>)/[\w<>/]+")
 

@@ -38,7 +38,7 @@ def make_road(incarnation: str = "1") -> ActorRoad:
 
 def notice(version: int, epoch: int) -> wire.Notice:
     return wire.Notice(
-        notice=VersionNotice(version=version, epoch=epoch, weights="w", digest="d", predictor="p", predictor_digest="e")
+        notice=VersionNotice(version=version, epoch=epoch, manifest_digest="d", directory="/v", address="")
     )
 
 

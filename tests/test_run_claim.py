@@ -72,6 +72,9 @@ def test_a_resumed_run_cannot_change_what_it_hangs_on(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=r"run\.seed is 1, but the run .* began with 0"):
         claim(config(tmp_path, seed=1), resume=True, say=SAID.append).__enter__()
+    other = dataclasses.replace(config(tmp_path), learner=LearnerConfig(lora_alpha=2.0))
+    with pytest.raises(ConfigError, match=r"learner\.lora_alpha is 2\.0, but the run .* began with 32\.0"):
+        claim(other, resume=True, say=SAID.append).__enter__()
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:

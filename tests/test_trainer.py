@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.builders import random_group
+from tests.trainer_kit import OPEN_OBJECTIVE, Layout, decoder, items, slow_loss
 from trace_async.config import LearnerConfig, ObjectiveConfig
-from trace_async.core.group import paths, turn_spans
-from trace_async.core.packing import PackItem, RowBatch, denominator, pack
-from trace_async.core.staleness import ages, judge_turns
+from trace_async.core.packing import denominator, pack
 from trace_async.core.tree_packing import pack_trees
-from trace_async.core.types import Group
 from trace_async.errors import PolicyError
-from trace_async.methods.credit import sibling_credit
 from trace_async.policies.tiny import save_policy, tiny_model, tiny_tokenizer
 from trace_async.trainer import Trainer
-
-Layout: TypeAlias = Callable[..., list[RowBatch]]
-OPEN_OBJECTIVE = ObjectiveConfig(
-    cap_positive=1e6, cap_negative=1e6, cap_decay=1.0, veto_low=0, veto_high=1e30, veto_token=0
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,45 +32,6 @@ def make_trainer(
 ) -> Trainer:
     learner = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9)
     return Trainer(policy_path, learner=learner, objective=objective, temperature=temperature, seed=0)
-
-
-def items(seed: int, count: int = 4) -> list[PackItem]:
-    rng = np.random.default_rng(seed)
-    made: list[PackItem] = []
-    while len(made) < count:
-        group = random_group(rng)
-        credit = sibling_credit(group)
-        age = ages(group, trainer_version=6, trainer_epoch=group.epoch)
-        item = PackItem(group=group, credit=credit, verdicts=judge_turns(age, soft=50, hard=100), ages=age)
-        if pack([item], pad_id=0, micro_batch_tokens=4096):
-            made.append(item)
-    return made
-
-
-def slow_loss(model: PreTrainedModel, item: PackItem, temperature: float) -> torch.Tensor:
-    """Each turn by itself behind its whole prefix: -mass * advantage * sum of min(cap, ratio) * log-probability."""
-    group, total = item.group, torch.zeros(())
-    for turn, prefix, action in turns_of(group):
-        logits = model(torch.tensor([[*prefix, *action]])).logits[0].float() / temperature
-        own = torch.log_softmax(logits, -1)[len(prefix) - 1 : -1]
-        logprobs = own.gather(-1, torch.tensor(action)[:, None])[:, 0]
-        start = int(turn_spans(group).logprob_start[turn])
-        behaviour = torch.from_numpy(group.logprobs[start : start + len(action)].copy())
-        weight = float(item.credit.mass[turn]) * float(item.credit.advantage[turn])
-        total = total - weight * (torch.exp(logprobs.detach() - behaviour) * logprobs).sum()
-    return total
-
-
-def turns_of(group: Group) -> list[tuple[int, list[int], list[int]]]:
-    spans, found = turn_spans(group), {}
-    for path in paths(group):
-        prefix = group.prompt_ids.tolist()
-        for turn in path:
-            action = group.token_ids[spans.start[turn] : spans.action_end[turn]].tolist()
-            if action:
-                found[turn] = (turn, list(prefix), action)
-            prefix += group.token_ids[spans.start[turn] : spans.end[turn]].tolist()
-    return list(found.values())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -192,31 +130,6 @@ def test_a_checkpoint_of_another_model_is_refused(policy_path: Path, tmp_path: P
     make_trainer(tmp_path / "other").save(tmp_path)
     with pytest.raises(PolicyError, match="another model"):
         make_trainer(policy_path).load(tmp_path)
-
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 220,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-
-
-def decoder(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if kind == "gpt2 with dropout":
-        rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
-        config = GPT2Config(vocab_size=220, n_positions=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
-        config.update(rates)
-        return GPT2LMHeadModel(config)
-    if kind == "qwen3 with tied embeddings":
-        return Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=True, initializer_range=0.2))
-    window, spread = {"mistral": (None, 0.2), "window of 8": (8, 0.2), "new window of 8": (8, 0.02)}[kind]
-    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=window, initializer_range=spread))
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands_.add_parser("train", help="a whole run: evaluate, train, evaluate, report")
     train.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see docs/configuration.md")
-    train.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable"
-    )
+    _add_overrides(train)
     train.add_argument("--resume", action="store_true", help="go on with the run in the configured run folder")
 
     learner = commands_.add_parser("learner", help="only the learner; goes on from what the run folder holds")
@@ -59,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(actor)
     actor.add_argument("--id", default=None, metavar="NAME", help="name in logs and leases; default: host and pid")
     actor.add_argument("--connect", default=None, metavar="ADDRESS", help="default: what RUN/address says")
+    actor.add_argument("--server", default=None, metavar="URL", help="its own vLLM server; default: engine.server_url")
 
     evaluation = commands_.add_parser("eval", help="play the held-out tasks of a run with a policy")
     _add_run(evaluation)
@@ -71,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     policy.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
     policy.add_argument("--steps", type=int, default=None, help="steps of supervised warm start; default: the recipe's")
     policy.add_argument("--seed", type=int, default=0)
+
+    getting = commands_.add_parser("get-policy", help="a real small language model as a transformers folder")
+    getting.add_argument("name", metavar="NAME", help="smollm2-135m")
+    getting.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
+
+    _add_server(commands_.add_parser("vllm-server", help="become the vLLM server that one actor of a run samples with"))
 
     where = commands_.add_parser("where", help="every live lease and tree of a run: phase, age, host")
     where.add_argument("run", type=_run_folder, metavar="RUN", help="a run folder")
@@ -86,7 +91,11 @@ def run_command(arguments: argparse.Namespace) -> int:
             return commands.learner(arguments.run, supervised=arguments.supervised)
         case "actor":
             return commands.actor(
-                arguments.run, name=arguments.id, address=arguments.connect, supervised=arguments.supervised
+                arguments.run,
+                name=arguments.id,
+                address=arguments.connect,
+                server=arguments.server,
+                supervised=arguments.supervised,
             )
         case "eval":
             return commands.evaluate(
@@ -94,8 +103,32 @@ def run_command(arguments: argparse.Namespace) -> int:
             )
         case "make-policy":
             return commands.make_policy(arguments.out, steps=arguments.steps, seed=arguments.seed)
+        case "get-policy":
+            return commands.get_policy(arguments.name, arguments.out)
+        case "vllm-server":
+            return commands.vllm_server(
+                arguments.config,
+                arguments.overrides,
+                host=arguments.host,
+                port=arguments.port,
+                only_print=arguments.only_print,
+            )
         case _:
             return commands.where(arguments.run)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file, see docs/configuration.md")
+    _add_overrides(parser)
+    parser.add_argument("--host", default=None, help="default: 127.0.0.1; who reaches the port controls the process")
+    parser.add_argument("--port", type=int, default=None, help="default: that of engine.server_url, or 8000")
+    parser.add_argument("--print", dest="only_print", action="store_true", help="only say the command, for job scripts")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable"
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -25,12 +25,15 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    path: str = "builtin:frozenlake-tiny"  # a transformers folder, or a policy shipped with the package
+    path: str = "builtin:frozenlake-tiny"  # a transformers folder, a hub id, or a policy shipped with the package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    kind: str = "local"  # "local": transformers, in the actor process
+    kind: str = "local"  # in the actor process: "local" (transformers) or "vllm"; outside: "vllm_server"
+    dtype: str = "float32"  # of weights and key/values: "float32" or "bfloat16"; log-probabilities are always float32
+    server_url: str = ""  # kind "vllm_server": http://HOST:PORT, one server for each actor
+    options: dict[str, Any] = field(default_factory=dict)  # both kinds of vLLM: further engine arguments of vLLM
     on_update: str = "drain"  # requests in flight at a version change: "drain" or "continue"
     max_batch: int = 64  # requests per forward pass
     max_turn_tokens: int = 4  # sampled tokens of one turn
@@ -82,6 +85,13 @@ class CoordinatorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationConfig:
+    directory: str = ""  # where versions are written; "": RUN/versions; on one host /dev/shm/NAME keeps them in memory
+    address: str = ""  # where the weight server listens; "": any free port beside coordinator.address; "none": nowhere
+    keep_versions: int = 3  # published versions kept at most, for actors that are behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
     count: int = 1  # actor processes that `trace-async train` starts; 0: all are started elsewhere
     max_live_roots: int = 128  # root rollouts one actor holds at a time
@@ -106,6 +116,8 @@ class LearnerConfig:
     threads: int = 1  # torch threads of the learner process
     checkpoint_every_steps: int = 20  # one more is made at the end
     keep_checkpoints: int = 2  # older ones are deleted
+    lora_rank: int = 0  # train and publish low-rank additions of this rank to all linear layers; 0: all weights
+    lora_alpha: float = 32.0  # the additions are scaled by lora_alpha / lora_rank
     credit: str = "sibling_shrunk"  # docs/credit.md says what each rule does
 
 
@@ -138,6 +150,7 @@ class Config:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    publication: PublicationConfig = field(default_factory=PublicationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -62,6 +62,7 @@ RANGES: dict[str, Range] = {
     "coordinator.max_attempts": _COUNT,
     "coordinator.heartbeat_s": _POSITIVE,
     "coordinator.dead_after_s": _POSITIVE,
+    "publication.keep_versions": _COUNT,
     "actor.count": Range(0),
     "actor.max_live_roots": _COUNT,
     "actor.drain_s": Range(0),
@@ -79,6 +80,8 @@ RANGES: dict[str, Range] = {
     "learner.threads": _COUNT,
     "learner.checkpoint_every_steps": _COUNT,
     "learner.keep_checkpoints": _COUNT,
+    "learner.lora_rank": _COUNT_OR_NONE,
+    "learner.lora_alpha": _POSITIVE,
     "objective.cap_positive": Range(1),
     "objective.cap_negative": Range(1),
     "objective.cap_decay": Range(0, 1),
@@ -89,16 +92,25 @@ RANGES: dict[str, Range] = {
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine.kind": ("local",),
+    "engine.kind": ("local", "vllm", "vllm_server"),
+    "engine.dtype": ("float32", "bfloat16"),
     "engine.on_update": ("drain", "continue"),
 }
+
+MAY_BE_EMPTY = ("engine.server_url", "publication.directory", "publication.address")
+"""Texts whose empty value stands for something."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def find_problems(config: Config) -> list[tuple[str, str]]:
     """Every (key path, complaint); empty when the configuration can run. Combinations only when each value is fine."""
-    return [*_check_values(config)] or [*_check_budget(config), *_check_road(config), *_check_sizes(config)]
+    return [*_check_values(config)] or [
+        *_check_budget(config),
+        *_check_road(config),
+        *_check_sizes(config),
+        *_check_server(config),
+    ]
 
 
 def leaf_values(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -118,7 +130,7 @@ def _check_values(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"must be {RANGES[key]}, got {value}"
         elif key in CHOICES and value not in CHOICES[key]:
             yield key, f"must be one of {', '.join(CHOICES[key])}, got {value!r}"
-        elif value == "":
+        elif value == "" and key not in MAY_BE_EMPTY:
             yield key, "must not be empty"
 
 
@@ -173,14 +185,22 @@ def _check_road(config: Config) -> Iterator[tuple[str, str]]:
             f"is {road.lease_deadline_s:g}, not more than engine.request_deadline_s = "
             f"{config.engine.request_deadline_s:g}: one slow turn would cost the whole tree; raise it",
         )
-    url = urlsplit(road.address)
-    if url.scheme not in ("ipc", "tcp"):
-        yield "coordinator.address", f"is {road.address!r}: give tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
-    elif url.scheme == "tcp" and url.hostname not in _LOOPBACK and not road.trust_network:
+    yield from _check_listens("coordinator.address", road.address, schemes=("tcp", "ipc"), trusts=road.trust_network)
+    if (address := config.publication.address) not in ("", "none"):
+        yield from _check_listens("publication.address", address, schemes=("tcp",), trusts=road.trust_network)
+
+
+def _check_listens(key: str, address: str, *, schemes: tuple[str, ...], trusts: bool) -> Iterator[tuple[str, str]]:
+    """An address to listen at; `trusts`: it may be one that other machines reach."""
+    url = urlsplit(address)
+    if url.scheme not in schemes:
+        forms = {"tcp": "tcp://HOST:PORT (port 0: any free one)", "ipc": "ipc://PATH"}
+        yield key, f"is {address!r}: give {' or '.join(forms[scheme] for scheme in schemes)}"
+    elif url.scheme == "tcp" and url.hostname not in _LOOPBACK and not trusts:
         yield (
-            "coordinator.address",
-            f"is {road.address!r}, which other machines reach, and the road is neither encrypted nor authenticated: on "
-            "a network that you trust set coordinator.trust_network = true, elsewhere use tcp://127.0.0.1:PORT",
+            key,
+            f"is {address!r}, which other machines reach, and what goes there is neither encrypted nor authenticated: "
+            "on a network that you trust set coordinator.trust_network = true, elsewhere use tcp://127.0.0.1:PORT",
         )
 
 
@@ -200,3 +220,30 @@ def _check_sizes(config: Config) -> Iterator[tuple[str, str]]:
         )
     if not (config.evaluation.greedy or config.evaluation.sampled):
         yield "evaluation.sampled", "is false and so is evaluation.greedy: nothing would be measured; set one to true"
+
+
+def _check_server(config: Config) -> Iterator[tuple[str, str]]:
+    url, wanted = config.engine.server_url, config.engine.kind == "vllm_server"
+    if not wanted and url:
+        yield "engine.server_url", f"is {url!r}, but engine.kind = {config.engine.kind!r} uses no server; remove it"
+    elif wanted and not _is_server_url(url):
+        yield (
+            "engine.server_url",
+            f"is {url!r}: give http://HOST:PORT of a server that `trace-async vllm-server CONFIG` has started",
+        )
+    if wanted and config.actor.count > 1:
+        yield (
+            "actor.count",
+            f"is {config.actor.count}, but each actor needs a vLLM server of its own and engine.server_url names one; "
+            "set it to 1 and start the others with `trace-async actor RUN --server URL`",
+        )
+
+
+def _is_server_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        port = url.port  # raises ValueError for one that cannot be
+    except ValueError:
+        return False
+    plain = not (url.username or url.query or url.fragment or url.path.strip("/"))
+    return url.scheme in ("http", "https") and bool(url.hostname) and port is not None and plain

@@ -82,6 +82,11 @@ class Renderer:
         self.pad_id = self.stop_ids[-1] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._cached_reply = lru_cache(maxsize=_CACHED_REPLIES)(self._reply)
 
+    @property
+    def num_token_ids(self) -> int:
+        """One more than the largest token id that the tokenizer knows."""
+        return max(self._tokenizer.get_vocab().values()) + 1
+
     def opening_ids(self, messages: Sequence[Message]) -> IntArray:
         """int32[P]: the conversation so far, up to where the policy's first word goes."""
         return _read_only(self._encode(self._render(messages, prompt=True)))

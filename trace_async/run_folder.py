@@ -6,7 +6,7 @@
     RUN/metrics.jsonl     one row per optimizer step
     RUN/status.json       live leases and trees, newest state
     RUN/ledger.sqlite     states of leases and groups
-    RUN/versions/         published policy versions
+    RUN/versions/         published policy versions, unless publication.directory is another folder
     RUN/checkpoints/      what a resumed run starts from
     RUN/policy/           the trained policy, a transformers folder
     RUN/evaluation/       before.json, after.json

@@ -1,65 +1,30 @@
-"""The engine on other decoders: right to 1e-4, or refused at the start."""
+"""The engine on other decoders: right to 1e-4, or refused at the start; and which ones it computes its own way."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engines.test_local import NEVER, VOCABULARY, request, tiny_model, with_engine
+from tests.engines.kit import FAST, MAX_TOKENS, NEVER, OTHERS, VOCABULARY, decoder
+from tests.engines.test_local import request, with_engine
 from trace_async.config import EngineConfig
 from trace_async.core.types import GenerateRequest, Generation
+from trace_async.engines import llama_weights
 from trace_async.engines.local import LocalEngine
 from trace_async.errors import PolicyError
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-    "pad_token_id": 0,
-}
 
-
-def decoder(kind: str, **options: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4, **options
-        )
-        return GPT2LMHeadModel(config)
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**(COMMON | {"tie_word_embeddings": True} | options)))
-    if kind == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(**(COMMON | {"sliding_window": 8} | options)))
-    return MistralForCausalLM(MistralConfig(**(COMMON | {"sliding_window": 8} | options)))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("kind", FAST + OTHERS)
 def test_every_logprob_is_that_of_a_plain_forward_pass(kind: str) -> None:
     """Ragged requests, then ragged continuations on cached prefixes, all longer than the window of 8."""
-    model = decoder(kind)  # the engine puts it in evaluation mode
+    model = decoder(kind)
     rng = np.random.default_rng(0)
     answered: list[tuple[GenerateRequest, Generation]] = []
 
@@ -86,6 +51,35 @@ def test_every_logprob_is_that_of_a_plain_forward_pass(kind: str) -> None:
         np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-4)
 
 
+def test_a_model_with_an_option_that_the_own_decoder_does_not_know_takes_the_general_way() -> None:
+    assert llama_weights.fits(decoder("llama"))
+    assert not llama_weights.fits(decoder("llama", hidden_act="gelu"))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not llama_weights.fits(decoder("llama", rope_parameters=dynamic))
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    assert not llama_weights.fits(decoder("qwen2", **windows))
+    assert not llama_weights.fits(MasksNothing(llama_config()))
+
+
+def test_joined_weights_are_the_models_own_memory() -> None:
+    model = decoder("qwen2")
+    joined = llama_weights.join(model).layers[1]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.fill_(3.0)
+        model.model.layers[1].self_attn.v_proj.bias.fill_(5.0)
+        model.model.layers[1].mlp.up_proj.weight.fill_(7.0)
+    assert joined.qkv_bias is not None
+    np.testing.assert_array_equal((joined.qkv == 3.0).all(dim=1), [False] * 32 + [True] * 16 + [False] * 16)
+    np.testing.assert_array_equal(joined.qkv_bias == 5.0, [False] * 48 + [True] * 16)
+    np.testing.assert_array_equal((joined.gate_up == 7.0).all(dim=1), [False] * 48 + [True] * 48)
+
+
+def llama_config() -> LlamaConfig:
+    config = decoder("llama").config
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
 class PositionsByPlace(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Counts positions by place in the batch, so that padding moves them. `wraps`: the engine reads argument names."""
 
@@ -109,8 +103,10 @@ class MasksNothing(LlamaForCausalLM):  # type: ignore[no-untyped-call]
 def test_a_decoder_that_batches_would_change_is_refused_at_the_start(
     wrong: type[LlamaForCausalLM], initializer_range: float
 ) -> None:
-    config = tiny_model().config
+    config = llama_config()
     config.initializer_range = initializer_range
     torch.manual_seed(0)
     with pytest.raises(PolicyError, match=f"{wrong.__name__}.*plain forward pass"):
-        LocalEngine(wrong(config), config=EngineConfig(), stop_ids=(NEVER,), pad_id=0, max_tokens=64)
+        LocalEngine(
+            wrong(config), base=Path(), config=EngineConfig(), stop_ids=(NEVER,), pad_id=0, max_tokens=MAX_TOKENS
+        )

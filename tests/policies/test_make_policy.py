@@ -9,7 +9,7 @@ from pathlib import Path
 from trace_async.app.make_policy import Recipe, make_policy
 from trace_async.app.wiring import policy_path
 from trace_async.policies.warm_start import WarmStartConfig
-from trace_async.policy import file_digest
+from trace_async.publication.manifest import file_digest
 from trace_async.rendering import load_renderer
 
 SMALL = Recipe(

@@ -101,10 +101,9 @@ EXAMPLE_LEASE = Lease(
 EXAMPLE_NOTICE = VersionNotice(
     version=8,
     epoch=2,
-    weights="runs/x/8.safetensors",
-    digest="ab" * 32,
-    predictor="runs/x/8.predictor.json",
-    predictor_digest="cd" * 32,
+    manifest_digest="ab" * 32,
+    directory="/runs/x/versions",
+    address="tcp://10.0.0.7:5571",
 )
 EXAMPLE_STATUS = ActorStatus(
     actor_id="actor-1",
@@ -151,9 +150,7 @@ _JSON = st.dictionaries(
     max_size=3,
 )
 _SCORE = st.builds(Score, success=_NUMBER, predictor_version=_INT, strength=_NUMBER)
-_NOTICE = st.builds(
-    VersionNotice, version=_INT, epoch=_INT, weights=_TEXT, digest=_TEXT, predictor=_TEXT, predictor_digest=_TEXT
-)
+_NOTICE = st.builds(VersionNotice, version=_INT, epoch=_INT, manifest_digest=_TEXT, directory=_TEXT, address=_TEXT)
 _LEASE = st.builds(
     Lease,
     lease_id=_ID, prompt_id=_ID, task=st.builds(Task, _TEXT, _JSON),

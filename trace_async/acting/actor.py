@@ -1,19 +1,21 @@
 """Holds leases, grows their trees, ships the groups, follows policy versions, and leaves in order.
 
-Owns: one task per live tree and the fence in front of the first version. Declares what it needs of a channel; imports
-no torch. Tasks, all under the one TaskGroup of `run`:
+Owns: one task per live tree, and keeps new ones behind the fence of `versions`. Declares what it needs of a channel;
+imports no torch. Tasks, all under the one TaskGroup of `run`:
 
     channel     carries everything; from the learner and back
     engine      the engine's own loop
-    leases      consumes leases, produces tree tasks; waits for a lease, the first version, room · woken by the channel,
+    leases      consumes leases, produces tree tasks; waits for a lease, a proven version, room · woken by the channel,
                 versions, an ended tree
-    versions    consumes notices, produces loaded versions; waits for a newer notice · woken by the channel
+    versions    consumes notices, produces loaded versions; waits for a newer notice or a loss · woken by the channel,
+                the engine
     watch       names nodes that wait too long; woken by the clock
     stop        waits for the learner's Stop; woken by the channel
     LEASE_ID    one tree until its group is acknowledged; waits as `expansion` says, then for the Ack
 
-Invariants: no tree starts before a version is loaded; live root rollouts stay within `max_live_roots` unless one lease
-alone exceeds it; a lease ends here in exactly one of acknowledged, returned, released; counters only grow.
+Invariants: no tree starts while the actor is fenced, and the learner is told so; live root rollouts stay within
+`max_live_roots` unless one lease alone exceeds it; a lease ends here in exactly one of acknowledged, returned,
+released; counters only grow.
 Never: samples, decides who grows, judges a group, retries a tree.
 """
 
@@ -29,11 +31,10 @@ from typing import Any, Protocol
 
 from trace_async.acting.expansion import GrowthParts, grow_tree
 from trace_async.acting.story import Tally, TreeStory, name_stalls
-from trace_async.acting.versions import VersionedEngine, VersionFollower, VersionRoad
+from trace_async.acting.versions import Fetcher, VersionedEngine, VersionFollower, VersionRoad
 from trace_async.core.group import cut_group
-from trace_async.core.types import ROOT, ActorStatus, Group, Json, Lease, VersionNotice
+from trace_async.core.types import ROOT, ActorStatus, Group, Json, Lease
 from trace_async.errors import InvariantError, Recoverable, WireError
-from trace_async.policy import FetchedVersion
 from trace_async.transport.wire import Ack, Hello
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Actor:
         actor_id: str,
         channel: Channel,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], FetchedVersion],
+        fetcher: Fetcher,
         load_predictor: Callable[[Json, int], None],
         parts: GrowthParts,
         environment: str,
@@ -83,7 +84,7 @@ class Actor:
         drain_s: float,
         max_live_roots: int,
     ) -> None:
-        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets what it fetched, and the version."""
+        """`load_predictor` gets the predictor's parameters that came with a version, and the version."""
         self._actor_id = actor_id
         self._channel = channel
         self._engine = engine
@@ -103,7 +104,7 @@ class Actor:
         self._idle = asyncio.Event()
         self._idle.set()
         self._versions = VersionFollower(
-            road=channel, engine=engine, fetch=fetch, load_predictor=load_predictor, on_loaded=self._may_start.set
+            road=channel, engine=engine, fetcher=fetcher, load_predictor=load_predictor, on_loaded=self._may_start.set
         )
 
     async def run(self) -> None:
@@ -168,7 +169,7 @@ class Actor:
             actor_id=self._actor_id,
             host=self._host,
             pid=self._pid,
-            version=self._versions.version,
+            version=-1 if self._versions.fenced else self._versions.version,
             epoch=self._versions.epoch,
             live_roots=self._live_roots(),
             counters=self._counters(),
@@ -195,9 +196,7 @@ class Actor:
 
     def _has_room(self, lease: Lease) -> bool:
         live_roots = self._live_roots()
-        return self._versions.version >= 0 and (
-            not live_roots or live_roots + lease.budget.roots <= self._max_live_roots
-        )
+        return not self._versions.fenced and (not live_roots or live_roots + lease.budget.roots <= self._max_live_roots)
 
     def _start(self, lease: Lease, group: asyncio.TaskGroup) -> None:
         live = _LiveTree(TreeStory(lease, clock=self._clock, tally=self._tally), self._versions.epoch)
@@ -277,6 +276,7 @@ class Actor:
     def _counters(self) -> dict[str, float]:
         return {
             **self._engine.counters(),
+            **self._versions.counters(),
             "turns": self._tally.turns,
             "invalid_turns": self._tally.invalid_turns,
             "sampled_tokens": self._tally.sampled_tokens,

@@ -1,8 +1,9 @@
-"""Follows policy versions: fetches what the learner announces, has the engine load it, confirms.
+"""Follows policy versions: fetches what the learner announces, has the engine load and prove it, confirms.
 
-Owns the version and epoch that an actor's engine holds. Invariants: newest wins, epoch first; nothing is confirmed that
-is not loaded; a version that cannot be read or loaded is tried again a bounded number of times and then ends the actor.
-Declares what it needs of an engine and a channel. Never samples; imports no torch.
+Owns the version and epoch that an actor's engine holds, and the fence in front of new trees. Invariants: newest wins,
+epoch first; nothing is confirmed that the engine has not proven; while the newest version that was tried is not loaded,
+or the engine has lost its weights, the actor is fenced; a version that cannot be had is tried again a bounded number of
+times and then ends the actor. Declares what it needs of an engine and a channel. Never samples; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,28 +12,47 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 from trace_async.acting.turns import Engine
-from trace_async.core.types import Json, VersionNotice
-from trace_async.errors import PolicyError
-from trace_async.policy import FetchedVersion
+from trace_async.core.types import Adapter, Canary, Json, VersionNotice
+from trace_async.errors import EngineError, PolicyError
+from trace_async.publication.staging import FetchedVersion
 
 log = logging.getLogger(__name__)
+
+FETCH_DEADLINE_S = 600.0
+"""For one attempt at bringing and verifying a version; the next one goes on with the chunks that came."""
 
 LOAD_DEADLINE_S = 300.0
 """For an engine to drain and swap its weights; past it the engine counts as dead and the process ends."""
 
-FETCH_ATTEMPTS = 5
-FETCH_RETRY_S = 5.0
-"""A file may be retired between its notice and its reading; then a newer notice is on its way."""
+ATTEMPTS = 8
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+"""Failures in a row that end the actor, whatever versions they are of, and the pauses in between, each twice the last:
+a minute and a half in all, in which a learner or an engine that was restarted is back."""
 
 
 class VersionedEngine(Engine, Protocol):
-    """An engine whose weights can be replaced; stamps each turn with the versions that sampled it."""
+    """An engine whose weights can be replaced; stamps each turn with the versions that sampled it.
 
-    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
-        """Sample with the weights of this safetensors file from now on. Raises PolicyError when they cannot be used."""
+    While it is fenced (before the first load, after one that left nothing proven, after a loss) requests wait.
+    """
+
+    lost: asyncio.Event
+    """Set by the engine when its weights are gone; whoever loads the next ones clears it before."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights in use; -1 while it is fenced."""
+        ...
+
+    async def load(self, *, version: int, epoch: int, weights: Path, canary: Canary, adapter: Adapter | None) -> None:
+        """Sample with the weights of this safetensors file from now on; the file stays until this returns or raises.
+
+        Returns when the canary has proven that they act. Raises PolicyError or EngineError when they do not.
+        """
         ...
 
     def counters(self) -> Mapping[str, float]:
@@ -56,6 +76,14 @@ class VersionRoad(Protocol):
         ...
 
 
+class Fetcher(Protocol):
+    """What `publication.staging.Stager` does."""
+
+    async def fetch(self, notice: VersionNotice) -> FetchedVersion:
+        """The announced version, verified. Raises PolicyError when it cannot be had."""
+        ...
+
+
 class VersionFollower:
     """Keeps one engine and one predictor at the newest version."""
 
@@ -64,47 +92,97 @@ class VersionFollower:
         *,
         road: VersionRoad,
         engine: VersionedEngine,
-        fetch: Callable[[VersionNotice], FetchedVersion],
+        fetcher: Fetcher,
         load_predictor: Callable[[Json, int], None],
         on_loaded: Callable[[], None],
     ) -> None:
-        """`fetch` runs in a thread and raises PolicyError; `load_predictor` gets what it fetched, and the version."""
-        self.version, self.epoch = -1, -1  # before the first
+        """`load_predictor` gets what was fetched and its version; `on_loaded` is called when the fence is down."""
+        self.version, self.epoch = -1, -1  # last confirmed; before the first
+        self._behind = True  # nothing is proven, or a newer version was tried in vain
         self._road = road
         self._engine = engine
-        self._fetch = fetch
+        self._fetcher = fetcher
         self._load_predictor = load_predictor
         self._on_loaded = on_loaded
+        self._counts = dict.fromkeys(("failed_loads", "engine_losses"), 0.0)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether new trees must wait."""
+        return self._behind or self._engine.lost.is_set()
+
+    def counters(self) -> Mapping[str, float]:
+        """Monotone counts since start."""
+        return self._counts
 
     async def run(self) -> None:
-        """Consumes notices, produces loaded versions, until cancelled; waits for a newer notice, woken by the channel.
+        """Consumes notices, produces loaded versions, until cancelled; woken by the channel and by the engine's loss.
 
-        Raises: PolicyError when none could be read and loaded FETCH_ATTEMPTS times in a row; TimeoutError when the
-        engine does not load within LOAD_DEADLINE_S; whatever else engine and predictor raise.
+        Raises: PolicyError or EngineError when ATTEMPTS in a row have failed; TimeoutError when the engine does not
+        load within LOAD_DEADLINE_S; whatever else engine and predictor raise.
         """
-        misses = 0
+        failures = 0
         while True:
-            notice = await self._road.wait_newer(self.version, self.epoch)
+            notice = await self._next_notice()
             try:
-                predictor = await self._load(notice)
-            except PolicyError as error:
-                misses += 1
-                if misses == FETCH_ATTEMPTS:
+                await self._follow(notice)
+            except (PolicyError, EngineError) as error:
+                self._behind = True
+                self._counts["failed_loads"] += 1
+                failures += 1
+                if failures == ATTEMPTS:
                     raise
                 log.warning("version %d of epoch %d is tried again: %s", notice.version, notice.epoch, error)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(FETCH_RETRY_S):
-                        await self._road.wait_newer(notice.version, notice.epoch)
-                continue
-            misses = 0
-            self._load_predictor(predictor, notice.version)
-            self.version, self.epoch = notice.version, notice.epoch
-            self._road.confirm(notice.version, notice.epoch)
-            self._on_loaded()
+                await self._pause(notice, min(FIRST_PAUSE_S * 2 ** (failures - 1), LAST_PAUSE_S))
+            else:
+                failures = 0
 
-    async def _load(self, notice: VersionNotice) -> Json:
-        """Has the engine load the weights; the predictor's parameters, which are not in use yet."""
-        weights, predictor = await asyncio.to_thread(self._fetch, notice)
+    async def _next_notice(self) -> VersionNotice:
+        """What to load next: something newer or, behind the fence, the newest whatever it is."""
+        if not self.fenced:
+            async with asyncio.TaskGroup() as group:
+                newer = group.create_task(self._road.wait_newer(self.version, self.epoch))
+                lost = group.create_task(self._engine.lost.wait())
+                await asyncio.wait((newer, lost), return_when=asyncio.FIRST_COMPLETED)
+                newer.cancel()
+                lost.cancel()
+        return await self._road.wait_newer(*((-1, -1) if self.fenced else (self.version, self.epoch)))
+
+    async def _follow(self, notice: VersionNotice) -> None:
+        """From a notice to its confirmation."""
+        fetched = await self._fetch(notice)
+        if self._engine.lost.is_set():
+            self._behind = True
+            self._counts["engine_losses"] += 1
+            log.warning("the engine has lost its weights; it gets version %d of epoch %d", notice.version, notice.epoch)
+            self._engine.lost.clear()
         async with asyncio.timeout(LOAD_DEADLINE_S):
-            await self._engine.load(version=notice.version, epoch=notice.epoch, weights=weights)
-        return predictor
+            await self._engine.load(
+                version=notice.version,
+                epoch=notice.epoch,
+                weights=fetched.weights,
+                canary=fetched.manifest.canary,
+                adapter=fetched.manifest.adapter,
+            )
+        if self._engine.lost.is_set():
+            raise EngineError(f"the engine lost version {notice.version} as soon as it was loaded")
+        self._load_predictor(fetched.predictor, notice.version)
+        self.version, self.epoch = notice.version, notice.epoch
+        self._behind = False
+        self._road.confirm(notice.version, notice.epoch)
+        self._on_loaded()
+
+    async def _fetch(self, notice: VersionNotice) -> FetchedVersion:
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE_S):
+                return await self._fetcher.fetch(notice)
+        except TimeoutError as error:
+            raise PolicyError(
+                f"version {notice.version} of epoch {notice.epoch} was not here after {FETCH_DEADLINE_S:g} s"
+            ) from error
+
+    async def _pause(self, failed: VersionNotice, seconds: float) -> None:
+        """Before the next attempt; something newer ends it at once."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._road.wait_newer(failed.version, failed.epoch)

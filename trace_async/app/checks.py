@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trace_async.app.wiring import (
 from trace_async.config import Config
 from trace_async.core.types import IntArray
 from trace_async.devices import pick_device
+from trace_async.engines.vllm_common import check_options
 from trace_async.errors import ConfigError
 from trace_async.methods.allocators import make_allocator
 from trace_async.methods.credit import credit_rule
@@ -40,6 +42,7 @@ def check_parts(config: Config) -> None:
     build_prompts(config, kit)
     heldout_tasks(config, kit)
     _check_positions(config, policy_path(config.policy.path))
+    _check_engine(config)
     for key, device in (("engine.device", config.engine.device), ("learner.device", config.learner.device)):
         if device not in ("auto", "cpu"):
             pick_device(device, key=key)
@@ -76,6 +79,16 @@ def _check_positions(config: Config, folder: Path) -> None:
             f"tree.max_context_tokens is {config.tree.max_context_tokens}, more than the {positions} positions of the "
             f"model in {folder}; lower it"
         )
+
+
+def _check_engine(config: Config) -> None:
+    if config.engine.kind == "vllm":
+        check_options(config.engine.options)
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "engine.kind is 'vllm', but vllm is not installed here; install it (docs/vllm.md says how), "
+                "or set engine.kind = 'local'"
+            )
 
 
 def _no_text(token_ids: IntArray) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from trace_async.app import checks, wiring
 from trace_async.app.display import Display, View, format_share
@@ -30,8 +30,9 @@ from trace_async.app.run_claim import claim
 from trace_async.app.stopping import StopRequest, listening
 from trace_async.app.supervise import INTERRUPTED, Interrupted, Supervisor
 from trace_async.app.where import describe
+from trace_async.app.wiring_learner import open_learner
 from trace_async.config import Config
-from trace_async.config_load import load_config, load_saved_config
+from trace_async.config_load import from_json, load_config, load_saved_config, to_json
 from trace_async.errors import EnvironmentFailure, UserError
 from trace_async.run_folder import RunFolder, read_json, write_json
 
@@ -91,7 +92,7 @@ def _log_to(path: Path) -> None:
 
 
 async def _learn(config: Config, folder: RunFolder, *, supervised: bool) -> int:
-    with wiring.open_learner(config, folder) as learner:
+    with open_learner(config, folder) as learner:
         async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
             asking = group.create_task(_when(stop, lambda: learner.request_stop("a signal")))
             await learner.run()
@@ -99,9 +100,14 @@ async def _learn(config: Config, folder: RunFolder, *, supervised: bool) -> int:
     return INTERRUPTED if stop.made else 0
 
 
-def actor(folder: RunFolder, *, name: str | None, address: str | None, supervised: bool) -> int:
-    """One actor, until the learner says stop or a signal does."""
+def actor(
+    folder: RunFolder, *, name: str | None, address: str | None, server: str | None = None, supervised: bool
+) -> int:
+    """One actor, until the learner says stop or a signal does; `server`: in place of engine.server_url."""
     config = load_saved_config(folder.config)
+    if server is not None:
+        config = replace(config, engine=replace(config.engine, server_url=server))
+        config = from_json(to_json(config), source="--server")  # checks it again
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     return _run(_act(config, folder, name=name, address=address, supervised=supervised))
 
@@ -111,10 +117,10 @@ async def _act(config: Config, folder: RunFolder, *, name: str, address: str | N
         async with listening(supervised=supervised, words=1):  # nothing is held yet, so there is nothing to drain
             address = await _read_address(folder)
     async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
-        actor = wiring.build_actor(config, name=name, address=address)
-        draining = group.create_task(_when(stop, actor.drain))
-        await actor.run()
-        draining.cancel()
+        with wiring.open_actor(config, name=name, address=address) as actor:
+            draining = group.create_task(_when(stop, actor.drain))
+            await actor.run()
+            draining.cancel()
     return INTERRUPTED if stop.made else 0
 
 
@@ -193,6 +199,31 @@ def make_policy(out: Path, *, steps: int | None, seed: int) -> int:
         digest = make_policy(out, recipe, on_step=lambda step, loss: progress.update(bar, completed=step))
     sys.stdout.write(f"{out}: weights sha256 {digest}\n")
     return 0
+
+
+def get_policy(name: str, out: Path) -> int:
+    """Downloads, converts and checks a known small language model, or takes it from the cache."""
+    from trace_async.app.get_policy import STAGES, get_policy
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("starting", total=STAGES)
+        digest = get_policy(name, out, say=lambda stage: progress.update(bar, description=stage, advance=1))
+    sys.stdout.write(f"{out}: weights sha256 {digest}\n")
+    return 0
+
+
+def vllm_server(
+    config_path: Path, overrides: Sequence[str], *, host: str | None, port: int | None, only_print: bool
+) -> int:
+    """Becomes the vLLM server for a configuration, or says the command."""
+    from trace_async.app.serve import server_command
+
+    command = server_command(load_config(config_path, overrides), host=host, port=port)
+    if only_print:
+        sys.stdout.write(command.shell() + "\n")
+        return 0
+    command.execute()
 
 
 def where(folder: RunFolder) -> int:

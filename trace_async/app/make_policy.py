@@ -19,7 +19,7 @@ from envs.frozenlake_play import demonstration
 from envs.frozenlake_text import compact_words
 from trace_async.policies.tiny import save_policy, tiny_model, tiny_tokenizer
 from trace_async.policies.warm_start import Conversation, WarmStartConfig, encode, warm_start
-from trace_async.policy import file_digest
+from trace_async.publication.manifest import file_digest
 from trace_async.rendering import Renderer
 
 

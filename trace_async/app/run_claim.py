@@ -19,7 +19,7 @@ from trace_async.config_load import load_saved_config, save_config
 from trace_async.errors import ConfigError, UserError
 from trace_async.run_folder import RunFolder
 
-_FIXED = ("environment.", "policy.", "prompts.num_train", "run.seed")
+_FIXED = ("environment.", "policy.", "prompts.num_train", "run.seed", "learner.lora_")
 """What the prompts, the ledger and the checkpoint of a run hang on."""
 
 

@@ -44,7 +44,8 @@ def _say_if_old(status: Json, now_unix_s: float) -> list[str]:
 
 def _actor_row(actor: Json) -> tuple[str, ...]:
     keys = ("actor_id", "host", "pid", "version", "held_roots", "capacity_roots")
-    return (*(_text(actor, key) for key in keys), _seconds(actor, "silent_s"))
+    texts = ["fenced" if (key, actor.get(key)) == ("version", -1) else _text(actor, key) for key in keys]
+    return (*texts, _seconds(actor, "silent_s"))
 
 
 def _lease_row(lease: Json, hosts: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,47 +15,43 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from envs.registry import load_environment
-from trace_async import policy
 from trace_async.acting.actor import Actor
 from trace_async.acting.expansion import GrowthParts
 from trace_async.acting.turns import Engine, TurnPlayer
+from trace_async.acting.versions import VersionedEngine
+from trace_async.app.engines import make_engine
+from trace_async.app.hub import hub_folder, is_hub_id
+from trace_async.app.publication import open_stager
 from trace_async.config import Config
-from trace_async.config_load import to_json
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.seeds import node_seed
 from trace_async.core.types import Lease, Prefix, Task
-from trace_async.devices import pick_device
 from trace_async.environment import EnvironmentKit
 from trace_async.errors import ConfigError, PolicyError
-from trace_async.learning.batching import BatchRule
-from trace_async.learning.learner import Learner
-from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
-from trace_async.ledger import Ledger
 from trace_async.methods.allocators import Allocator, make_allocator
-from trace_async.methods.credit import credit_rule
 from trace_async.methods.root_allocators import RootAllocator, make_root_allocator
-from trace_async.metrics import MetricsWriter, open_tensorboard
 from trace_async.predictors.protocol import Predictor, TextOf
 from trace_async.predictors.registry import make_predictor
 from trace_async.prefixes import make_prefix_of
 from trace_async.prompts import PromptStream
+from trace_async.publication.manifest import file_digest
+from trace_async.publication.staging import Stager
 from trace_async.rendering import Renderer, load_renderer
-from trace_async.run_folder import RunFolder
 from trace_async.scoring import BatchScorer
 from trace_async.transport.channel import ActorChannel
-from trace_async.transport.channel_learner import LearnerChannel
 
 if TYPE_CHECKING:
-    from trace_async.engines.local import LocalEngine
-    from trace_async.trainer import Trainer
+    pass
 
 _BUILTIN = "builtin:"
 _POLICIES = Path(__file__).parent.parent / "policies"
 
 
 def policy_path(name: str) -> Path:
-    """The folder of a policy: `builtin:NAME`, or a path. Raises PolicyError when it holds no model."""
+    """The folder of a policy: `builtin:NAME`, a path, or a hub id. Raises PolicyError when it holds no model."""
     path = _POLICIES / name.removeprefix(_BUILTIN) if name.startswith(_BUILTIN) else Path(name)
+    if not path.exists() and is_hub_id(name):
+        path = hub_folder(name)
     if not (path / "config.json").is_file():
         shipped = ", ".join(sorted(f"{_BUILTIN}{found.parent.name}" for found in _POLICIES.glob("*/config.json")))
         raise PolicyError(
@@ -71,7 +66,7 @@ def policy_path(name: str) -> Path:
 def _check_shipped(folder: Path) -> None:
     """The weights must be those that the recipe beside them made."""
     expected = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["sha256"]
-    found = policy.file_digest(folder / "model.safetensors")
+    found = file_digest(folder / "model.safetensors")
     if found != expected:
         raise PolicyError(
             f"{folder}/model.safetensors has sha256 {found[:12]}…, its recipe says {expected[:12]}…; install the "
@@ -145,8 +140,14 @@ def build_player(config: Config, *, engine: Engine, renderer: Renderer, greedy: 
     )
 
 
-def build_actor(config: Config, *, name: str, address: str) -> Actor:
+@contextmanager
+def open_actor(config: Config, *, name: str, address: str) -> Iterator[Actor]:
     """An actor and everything it owns, ready to run. Imports torch."""
+    with open_stager(config, name, dialled=address) as stager:
+        yield _build_actor(config, name=name, address=address, stager=stager)
+
+
+def _build_actor(config: Config, *, name: str, address: str, stager: Stager) -> Actor:
     kit = build_kit(config)
     engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
     predictor = build_predictor(config, text_of=renderer.text)
@@ -167,7 +168,7 @@ def build_actor(config: Config, *, name: str, address: str) -> Actor:
         actor_id=name,
         channel=channel,
         engine=engine,
-        fetch=policy.fetch,
+        fetcher=stager,
         load_predictor=lambda state, version: predictor.load(state, version=version),
         parts=GrowthParts(
             player=build_player(config, engine=engine, renderer=renderer),
@@ -185,100 +186,17 @@ def build_actor(config: Config, *, name: str, address: str) -> Actor:
     return actor
 
 
-@contextmanager
-def open_learner(config: Config, folder: RunFolder) -> Iterator[Learner]:
-    """A learner with its open ledger, metrics file and worker thread, ready to run. Imports torch."""
-    with (
-        Ledger(folder.ledger) as ledger,
-        MetricsWriter(folder.metrics, scalars=open_tensorboard(folder.tensorboard)) as metrics,
-        ThreadPoolExecutor(1, thread_name_prefix="trainer") as worker,
-    ):
-        renderer = load_renderer(policy_path(config.policy.path))
-        predictor, beliefs = (build_predictor(config, text_of=renderer.text) for _ in range(2))
-        trainer = _build_trainer(config)
-        parts = LearnerParts(
-            trainer=trainer,
-            predictor=predictor,
-            beliefs=beliefs,
-            planner=build_planner(config, beliefs=beliefs, renderer=renderer),
-            policies=policy,
-            ledger=ledger,
-            metrics=metrics,
-            make_channel=lambda handler, former_address: LearnerChannel(
-                config.coordinator.address,
-                handler=handler,
-                former_address=former_address,
-                heartbeat_s=config.coordinator.heartbeat_s,
-                dead_after_s=config.coordinator.dead_after_s,
-            ),
-            worker=worker,
-        )
-        setup = _learner_setup(config, renderer=renderer, packs_trees=trainer.packs_trees)
-        yield Learner(parts, setup=setup, folder=folder)
-
-
-def _build_trainer(config: Config) -> Trainer:
-    from trace_async.trainer import Trainer
-
-    _hide_progress_bars()
-    return Trainer(
-        policy_path(config.policy.path),
-        learner=config.learner,
-        objective=config.objective,
-        temperature=config.engine.temperature,
-        seed=config.run.seed,
-    )
-
-
-def _learner_setup(config: Config, *, renderer: Renderer, packs_trees: bool) -> LearnerSetup:
-    from transformers import AutoConfig
-
-    folder = policy_path(config.policy.path)
-    return LearnerSetup(
-        run_name=config.run.name,
-        seed=config.run.seed,
-        learner=config.learner,
-        coordinator=config.coordinator,
-        tree=config.tree,
-        rule=BatchRule(
-            credit=credit_rule(config.learner.credit),
-            soft_age_steps=config.coordinator.soft_age_steps,
-            max_age_steps=config.coordinator.max_age_steps,
-            pad_id=renderer.pad_id,
-            micro_batch_tokens=config.learner.micro_batch_tokens,
-            packs_trees=packs_trees,
-        ),
-        vocabulary_size=int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size),
-        drain_s=config.actor.drain_s,
-        told_to_actors=to_json(config),
-    )
-
-
-def build_engine(config: Config, folder: Path, *, version: int) -> tuple[LocalEngine, Renderer]:
+def build_engine(config: Config, folder: Path, *, version: int) -> tuple[VersionedEngine, Renderer]:
     """The engine that samples with a policy folder's weights, and the folder's renderer. Imports torch.
 
     `version` is what the engine says of these weights: -1 for an actor, which must load a published version first.
     """
-    from trace_async.engines.batched_model import load_model
-    from trace_async.engines.local import LocalEngine
-
-    _hide_progress_bars()
+    hide_progress_bars()
     renderer = load_renderer(folder)
-    model = load_model(
-        folder, threads=config.engine.threads, device=pick_device(config.engine.device, key="engine.device")
-    )
-    engine = LocalEngine(
-        model,
-        config=config.engine,
-        stop_ids=renderer.stop_ids,
-        pad_id=renderer.pad_id,
-        max_tokens=config.tree.max_context_tokens,
-        version=version,
-    )
-    return engine, renderer
+    return make_engine(config, folder, renderer=renderer, version=version), renderer
 
 
-def _hide_progress_bars() -> None:
+def hide_progress_bars() -> None:
     """Those of transformers, which take longer to read than a small model to load."""
     from transformers.utils.logging import disable_progress_bar
 

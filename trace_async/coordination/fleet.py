@@ -30,7 +30,7 @@ class Member:
     last_seen_s: float
     joined: bool = False  # False: known from before a restart only
     capacity_roots: int = 0
-    version: int = -1  # newest version it is known to sample with; -1 = none
+    version: int = -1  # newest version it is known to sample with; -1 = none, so that it gets no leases
     held: dict[str, int] = field(default_factory=dict)  # lease id -> its roots
     held_roots: int = 0
 
@@ -59,9 +59,9 @@ class Fleet:
         return self._members.setdefault(actor_id, Member(actor_id=actor_id, last_seen_s=now_s))
 
     def join(self, actor_id: str, *, capacity_roots: int, now_s: float) -> Member:
-        """A hello, the first or a later one."""
+        """A hello, the first or a later one; perhaps of a new process, so what it samples with is to be said again."""
         member = self.expect(actor_id, now_s=now_s)
-        member.joined, member.capacity_roots, member.last_seen_s = True, capacity_roots, now_s
+        member.joined, member.capacity_roots, member.last_seen_s, member.version = True, capacity_roots, now_s, -1
         return member
 
     def remove(self, actor_id: str) -> None:

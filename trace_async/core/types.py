@@ -245,14 +245,29 @@ class TurnCredit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionNotice:
-    """Repeated state, newest wins: which weights an actor should sample with."""
+    """Repeated state, newest wins: which version an actor should sample with, and where its files are to be had."""
 
     version: int
     epoch: int
-    weights: str  # path of a safetensors file
-    digest: str  # sha256 of that file, hex
-    predictor: str  # path of a JSON file: the predictor's parameters, published with the version
-    predictor_digest: str  # sha256 of that file, hex
+    manifest_digest: str  # sha256 of the manifest's bytes, hex; the manifest has the digests of everything else
+    directory: str  # absolute path of the published files, for actors that see it
+    address: str  # tcp://HOST:PORT of the learner's weight server, for all others; "" = none runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Prompts and what the learner's weights say of them, so that an engine can prove that it samples with these."""
+
+    prompts: tuple[IntArray, ...]  # each [L], L >= 2
+    logprobs: tuple[FloatArray, ...]  # each [L - 1], nats: of prompts[i][1:], at temperature 1, nothing truncated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A published file that holds low-rank additions to the start policy's weights: W + (alpha / rank) B A."""
+
+    rank: int
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +314,7 @@ class ActorStatus:
     actor_id: str
     host: str
     pid: int
-    version: int  # of the weights its engine holds; -1 before the first
+    version: int  # of the weights its engine has proven; -1 before the first and while the actor takes no leases
     live_roots: int
     counters: Mapping[str, float]  # monotone since start: turns, sampled_tokens, engine_busy_s, wall_s, ...
     trees: tuple[TreePhase, ...]

@@ -7,6 +7,8 @@ Invariants
     - Log-probabilities are those of the distribution that was sampled: after temperature, nothing truncated, float32.
     - Weights change only between two forward passes. `drain`: requests in flight finish on the old weights and new ones
       wait. `continue`: they go on under the new weights with key/values recomputed, and their stamps say so.
+    - New weights are proven by the learner's canary before anything is sampled with them. Without proven weights the
+      engine is fenced: requests wait.
     - An answer is stamped with the versions that sampled it, never with what somebody believed at dispatch.
 
 Never: text, a chat template, or a decision about which version should be used.
@@ -22,15 +24,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from trace_async.config import EngineConfig
-from trace_async.core.types import GenerateRequest, Generation
-from trace_async.engines.batched_model import BatchedModel, Row
+from trace_async.core.types import Adapter, Canary, GenerateRequest, Generation
+from trace_async.engines.batched_model import BatchedModel
+from trace_async.engines.rows import Row
 from trace_async.engines.sampler import Running, Sampler
-from trace_async.errors import EngineError
+from trace_async.errors import EngineError, PolicyError
+from trace_async.weights import read_weights
 
 _LOG = logging.getLogger(__name__)
 _MAX_FAILURES_IN_A_ROW = 3
@@ -43,6 +48,7 @@ class _Load:
     """A version that waits to be taken over."""
 
     version: int
+    canary: Canary
     done: asyncio.Future[None]
     tensors: Mapping[str, torch.Tensor] | None = None  # None while they are being read
 
@@ -54,30 +60,43 @@ class LocalEngine:
         self,
         model: torch.nn.Module,
         *,
+        base: Path,
         config: EngineConfig,
         stop_ids: Sequence[int],
         pad_id: int,
         max_tokens: int,
         version: int = -1,
     ) -> None:
-        """`max_tokens`: the longest context that will be asked for. Raises PolicyError for a model it gets wrong."""
-        self._model = BatchedModel(model, pad_id=pad_id, temperature=config.temperature)
-        self._model.probe(max_tokens=max_tokens)
-        self._sampler = Sampler(
-            self._model, stop_ids=stop_ids, prefix_cache_bytes=config.prefix_cache_bytes, version=version
+        """`base`: the folder that `model` came from, to which adapters are additions; `max_tokens`: the longest context
+        that will be asked for; `version`: of the weights that `model` has, -1 for a fenced engine.
+
+        Raises PolicyError for a model it gets wrong.
+        """
+        self._model = BatchedModel(
+            model,
+            pad_id=pad_id,
+            temperature=config.temperature,
+            dtype=config.dtype,
+            max_rows=config.max_batch,
+            max_tokens=max_tokens,
+            prefix_cache_bytes=config.prefix_cache_bytes,
         )
+        self._sampler = Sampler(self._model, stop_ids=stop_ids, dtype=config.dtype, version=version)
+        self._base = base
         self._config = config
+        self.lost = asyncio.Event()  # never set: the weights live in this process
         self._max_waiting = _WAITING_PER_PLACE * config.max_batch
         self._waiting: deque[Running] = deque()
         self._active: list[Running] = []
         self._loads: list[_Load] = []
-        self._work = asyncio.Event()
+        self._work = asyncio.Event()  # somebody wants something of `run`
         self._closed = False
+        self._failures = 0  # forward passes in a row
         self._counts = dict.fromkeys(("busy_s", "idle_s", "requests"), 0.0)
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; -1 before the first `load`."""
+        """Version of the weights in use; -1 while the engine is fenced, as before its first `load`."""
         return self._sampler.version
 
     def counters(self) -> Mapping[str, float]:
@@ -86,16 +105,16 @@ class LocalEngine:
         return {**self._counts, **self._sampler.counts, **gauges}
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn; waits for the batch. Raises EngineError when it cannot be answered."""
+        """Sample one turn; waits for weights and for the batch. Raises EngineError when it cannot be answered."""
         if self._closed:
             raise EngineError(f"request {request.request_id}: the engine is closed")
-        length = len(request.prefix_ids)
+        length, limit = len(request.prefix_ids), self._model.max_tokens
         if request.max_tokens < 1 or length < 1:
             raise EngineError(f"request {request.request_id}: {length} prefix tokens, max_tokens {request.max_tokens}")
-        if length + request.max_tokens > self._model.max_positions:
+        if length + request.max_tokens > limit:
             raise EngineError(
-                f"request {request.request_id}: {length} prefix tokens + {request.max_tokens} new ones exceed the "
-                f"model's {self._model.max_positions} positions; lower tree.max_context_tokens"
+                f"request {request.request_id}: {length} prefix tokens + {request.max_tokens} new ones exceed {limit}, "
+                "the smaller of tree.max_context_tokens and the model's positions; ask for less, or raise the former"
             )
         if len(self._waiting) >= self._max_waiting:
             raise EngineError(
@@ -103,77 +122,103 @@ class LocalEngine:
                 "each place in the batch; lower actor.max_live_roots or raise engine.max_batch"
             )
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        row = Row(prefix=request.prefix_ids.tolist(), seed=request.seed, greedy=request.greedy)
+        row = Row(tokens=request.prefix_ids.tolist(), num_prefix=length, seed=request.seed, greedy=request.greedy)
         self._waiting.append(Running(request, row, answer, time.perf_counter()))
         self._work.set()
-        return await answer  # woken by run(); a cancelled answer leaves the batch before the next forward pass
+        try:
+            return await answer  # woken by run()
+        except asyncio.CancelledError:
+            self._work.set()  # it leaves the batch before the next forward pass
+            raise
 
-    async def load(self, *, version: int, epoch: int, weights: bytes) -> None:
-        """Take over a version's weights between two forward passes; returns when they are in use.
+    async def load(self, *, version: int, epoch: int, weights: Path, canary: Canary, adapter: Adapter | None) -> None:
+        """Take over a version's weights between two forward passes; returns when they act and the canary agrees.
 
-        `weights` is a whole safetensors file, read at once in a thread of its own; `drain` begins at once too. Raises
-        PolicyError, and the old weights stay, when its tensors are not exactly the model's; EngineError when closed.
+        The file is read at once in a thread of its own; `drain` begins at once too. PolicyError when its tensors are
+        not exactly the model's: the old weights stay. PolicyError also when they cannot be copied or the canary does
+        not agree: then the engine is fenced until another load succeeds. EngineError when closed.
         """
         if self._closed:
             raise EngineError(f"version {version}: the engine is closed")
-        load = _Load(version, asyncio.get_running_loop().create_future())
+        load = _Load(version, canary, asyncio.get_running_loop().create_future())
         self._loads.append(load)
         try:
-            load.tensors = await asyncio.to_thread(self._model.read, weights)
+            load.tensors = await asyncio.to_thread(self._read, weights, adapter)
             self._work.set()
             await load.done  # woken by run()
         finally:
             if load in self._loads:  # unreadable, or nobody wants it any more: the drain is over
                 self._loads.remove(load)
-                self._work.set()
+            if load.done.done() and not load.done.cancelled():
+                load.done.exception()  # the engine closed while this was cancelled: nobody is left to be told
+            self._work.set()
         _LOG.debug("engine holds version %d of epoch %d", version, epoch)
+
+    def _read(self, weights: Path, adapter: Adapter | None) -> Mapping[str, torch.Tensor]:
+        tensors = read_weights(weights, adapter=adapter, base=self._base)
+        self._model.check(tensors)
+        return tensors
 
     async def run(self) -> None:
         """Consumes requests and loads; produces answers; waits for `_work`, woken by `generate` and `load`.
 
-        Raises whatever interrupts the copying of weights, and what fails several forward passes in a row.
+        Raises what fails several forward passes in a row.
         """
-        failures = 0
-        loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
             try:
                 idle_since = time.perf_counter()
                 while True:
-                    await self._work.wait()
+                    self._work.clear()
                     loads = self._due_loads()
                     self._admit()
-                    if not loads and not self._active:
-                        self._work.clear()
+                    if not loads and (not self._active or self.version < 0):
+                        await self._work.wait()
                         continue
                     started = time.perf_counter()
                     self._counts["idle_s"] += started - idle_since
                     if loads:
                         await self._take_over(loads, worker)
-                    try:
-                        await loop.run_in_executor(worker, self._sampler.advance, self._active)
-                        failures = 0
-                    except (RuntimeError, MemoryError) as error:  # torch reports every failed kernel as RuntimeError
-                        failures += 1
-                        self._fail_active(error)
-                        if failures >= _MAX_FAILURES_IN_A_ROW:
-                            raise
+                    else:
+                        await self._sample(worker)
                     idle_since = time.perf_counter()
                     self._counts["busy_s"] += idle_since - started
                     self._answer_finished()
             finally:
                 self._close()
 
+    async def _sample(self, worker: ThreadPoolExecutor) -> None:
+        """Tokens for the active requests, until one ends or `_work` is set; raises what fails again and again."""
+        advance = partial(self._sampler.advance, self._active, interrupted=self._work.is_set)
+        try:
+            await asyncio.get_running_loop().run_in_executor(worker, advance)
+            self._failures = 0
+        except (RuntimeError, MemoryError) as error:  # torch reports every failed kernel as RuntimeError
+            self._failures += 1
+            self._fail_active(error)
+            if self._failures >= _MAX_FAILURES_IN_A_ROW:
+                raise
+
     async def _take_over(self, loads: list[_Load], worker: ThreadPoolExecutor) -> None:
-        """The newest of `loads` stands for all. An error ends the engine: its model may be half old and half new."""
+        """The newest of `loads` stands for all; its verdict is theirs."""
         newest = loads[-1]
         assert newest.tensors is not None
-        take_over = partial(self._sampler.take_over, newest.tensors, newest.version, self._active)
+        take_over = partial(self._sampler.take_over, newest.tensors, newest.version, newest.canary)
         try:
             await asyncio.get_running_loop().run_in_executor(worker, take_over)
+        except PolicyError as error:
+            _settle(loads, error)
+        except (RuntimeError, MemoryError) as error:  # torch reports every failed copy as RuntimeError
+            failure = PolicyError(
+                f"version {newest.version} was copied in part only and the engine samples nothing until another one is "
+                f"loaded: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            _settle(loads, failure)
         except BaseException as error:
             _settle(loads, EngineError(f"version {newest.version} was not taken over: {error!r}"))
             raise
-        _settle(loads)
+        else:
+            _settle(loads)
 
     # -- on the event loop, between two forward passes
 
@@ -190,8 +235,10 @@ class LocalEngine:
         return due
 
     def _admit(self) -> None:
-        """Fill the batch, unless it is being drained for a new version."""
-        while self._waiting and len(self._active) < self._config.max_batch and not (self._loads and self._drains):
+        """Fill the batch, unless it is being drained for a new version or there are no proven weights."""
+        if self.version < 0 or (self._loads and self._drains):
+            return
+        while self._waiting and len(self._active) < self._config.max_batch:
             running = self._waiting.popleft()
             if not running.answer.done():
                 self._counts["requests"] += 1
@@ -225,6 +272,7 @@ class LocalEngine:
 
     def _close(self) -> None:
         self._closed = True
+        self._work.set()  # the worker thread looks at it after each token
         for running in (*self._active, *self._waiting):
             if not running.answer.done():
                 running.answer.set_exception(EngineError(f"request {running.request.request_id}: the engine closed"))

@@ -1,21 +1,25 @@
-"""The engine's worker side: which requests go into a forward pass, prefix reuse, version stamps, new weights.
+"""The engine's worker side: tokens for the requests of the batch, version stamps, new weights and their proof.
 
-Invariants: everything here is touched by one thread only; key/values of old weights are never used under new ones.
-Never: asyncio, waiting requests, or when weights change.
+Invariants
+    - Everything here is touched by one thread only.
+    - Key/values of old weights are never used under new ones.
+    - Between the first copied weight and the canary's consent `version` is -1 and nothing is sampled.
+
+Never: awaits, answers, requests that wait, or when weights change.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from trace_async.core.types import GenerateRequest, Generation, StopReason
-from trace_async.engines.batched_model import BatchedModel, Row
-from trace_async.engines.prefix_cache import PrefixCache
+from trace_async.canary import check_canary
+from trace_async.core.types import Canary, GenerateRequest, Generation, StopReason
+from trace_async.engines.batched_model import BatchedModel
+from trace_async.engines.rows import Row
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +30,7 @@ class Running:
     row: Row
     answer: asyncio.Future[Generation]
     submitted_s: float
-    kv_version: int = 0  # oldest version that computed any of the row's key/values
+    kv_version: int = -1  # oldest version that computed any of the row's key/values
     version_min: int = -1
     version_max: int = -1
     kv_version_min: int = -1
@@ -34,88 +38,88 @@ class Running:
 
 
 class Sampler:
-    """A model, its version, and the key/values of earlier prefixes. `model` must have been probed."""
+    """A model and its version; -1 while its weights are not proven."""
 
-    def __init__(self, model: BatchedModel, *, stop_ids: Sequence[int], prefix_cache_bytes: int, version: int) -> None:
+    def __init__(self, model: BatchedModel, *, stop_ids: Sequence[int], dtype: str, version: int) -> None:
         self.version = version
-        self.counts = dict.fromkeys(("forward_passes", "sampled_tokens", "computed_tokens", "reused_tokens"), 0.0)
-        """computed: tokens that went through the model; reused: prefix tokens whose key/values were in the cache."""
         self._model = model
+        self._dtype = dtype
         self._stop_ids = frozenset(stop_ids)
-        self._cache = PrefixCache(max_bytes=prefix_cache_bytes)
+        self._members: set[Running] = set()
+        self._passes = self._sampled = 0
+        self._batch_bytes = self._prefix_bytes = 0  # as they were after the last pass; read from another thread
 
-    def take_over(self, tensors: Mapping[str, torch.Tensor], version: int, active: Sequence[Running]) -> None:
-        """Use new weights. Whatever is raised leaves a model that is neither version and must not be used again."""
-        self._model.take_over(tensors)
-        self.version = version
-        self._cache.clear()
-        for running in active:
-            running.row.keys_values, running.row.computed = None, 0
+    @property
+    def counts(self) -> dict[str, float]:
+        """computed: tokens that went through the model; reused: prefix tokens whose key/values were there already.
 
-    def advance(self, active: Sequence[Running]) -> None:
-        """One token for every active request that is not waiting for a twin's prefix."""
-        ready, openings = self._ready(active)
-        for batch in _alike(ready):
-            self.counts["computed_tokens"] += sum(running.row.num_pending for running in batch)
-            self._model.advance([running.row for running in batch])
-            self.counts["forward_passes"] += 1
-            self.counts["sampled_tokens"] += len(batch)
-            for running in batch:
-                self._stamp(running)
-        for running in openings:
-            self._remember(running.row, len(running.row.prefix) - 1)
-        for running in ready:
-            if running.stop is not None:
-                self._remember(running.row, running.row.computed)
-
-    def _ready(self, active: Sequence[Running]) -> tuple[list[Running], list[Running]]:
-        """Requests to compute now, and those among them whose whole prefix is new.
-
-        Of several requests with the same new prefix one goes first; the others find its key/values one pass later.
-        Where the cache cannot keep that prefix, all go at once.
+        Gauges: bytes of key/values that the running batch and the store of prefixes hold.
         """
-        ready: list[Running] = []
-        openings: dict[tuple[int, ...], Running] = {}
+        decoder = self._model.decoder
+        return {
+            "forward_passes": float(self._passes),
+            "sampled_tokens": float(self._sampled),
+            "computed_tokens": float(decoder.computed_tokens),
+            "reused_tokens": float(decoder.reused_tokens),
+            "batch_bytes": float(self._batch_bytes),
+            "prefix_bytes": float(self._prefix_bytes),
+        }
+
+    def take_over(self, tensors: Mapping[str, torch.Tensor], version: int, canary: Canary) -> None:
+        """Use new weights, proven by the canary; PolicyError when they do not act. What is raised leaves version -1."""
+        self.version = -1
+        self._model.take_over(tensors)
+        found = [self._model.score(prompt) for prompt in canary.prompts]
+        check_canary(canary, found, dtype=self._dtype, version=version)
+        self.version = version
+
+    def advance(self, active: Sequence[Running], *, interrupted: Callable[[], bool]) -> None:
+        """One token for every active request, and again until one of them ends or somebody wants something else.
+
+        Requests that were active before and are not any more leave. Whatever is raised empties the batch.
+        """
+        try:
+            self._dismiss(self._members.difference(active))
+            self._members.update(active)
+            ended: list[Running] = []
+            while not ended:
+                self._step(active)
+                ended = [running for running in active if running.stop is not None]
+                if interrupted():
+                    break
+            self._dismiss(ended)
+        except BaseException:
+            self._model.decoder.clear()  # a pass that broke off may have written half of what it meant to
+            self._dismiss(list(self._members))
+            raise
+        finally:
+            decoder = self._model.decoder
+            self._batch_bytes, self._prefix_bytes = decoder.row_bytes, decoder.stored_bytes
+
+    def _step(self, active: Sequence[Running]) -> None:
         for running in active:
-            if running.row.keys_values is None:
-                self._look_up(running)
-                if running.row.computed == 0 and self._keeps(len(running.row.prefix) - 1):
-                    if tuple(running.row.tokens) in openings:
-                        continue
-                    openings[tuple(running.row.tokens)] = running
-            ready.append(running)
-        return ready, list(openings.values())
+            if running.row.computed == 0:
+                running.kv_version = self.version
+        self._model.advance([running.row for running in active])
+        self._passes += 1
+        self._sampled += len(active)
+        for running in active:
+            self._stamp(running)
 
-    def _look_up(self, running: Running) -> None:
-        tokens = np.asarray(running.row.tokens, np.int32)
-        # The last token is always computed: its logits are what the next token is drawn from.
-        hit = self._cache.longest(tokens, max_length=len(tokens) - 1)
-        if hit is not None:
-            running.row.keys_values, running.row.computed = hit.keys_values, hit.length
-            self.counts["reused_tokens"] += hit.length
-        running.kv_version = self.version
-
-    def _keeps(self, length: int) -> bool:
-        return 0 < length * self._model.token_bytes <= self._cache.max_bytes
-
-    def _remember(self, row: Row, length: int) -> None:
-        if length > 0 and row.keys_values is not None:
-            self._cache.store(np.asarray(row.tokens[:length], np.int32), row.keys_values[:, :, :, :length])
+    def _dismiss(self, leaving: Iterable[Running]) -> None:
+        for running in leaving:
+            self._model.leave(running.row)
+            self._members.discard(running)
 
     def _stamp(self, running: Running) -> None:
-        row, first = running.row, len(running.row.sampled) == 1
-        running.version_min = self.version if first else min(running.version_min, self.version)
-        running.version_max = max(running.version_max, self.version)
-        running.kv_version_min = running.kv_version if first else min(running.kv_version_min, running.kv_version)
-        if row.sampled[-1] in self._stop_ids:
+        row, version = running.row, self.version
+        num_sampled = len(row.logprobs)
+        if version != running.version_max or num_sampled == 1:
+            first = num_sampled == 1
+            running.version_min = version if first else min(running.version_min, version)
+            running.version_max = max(running.version_max, version)
+            running.kv_version_min = running.kv_version if first else min(running.kv_version_min, running.kv_version)
+        if row.tokens[-1] in self._stop_ids:
             running.stop = StopReason.STOP
-        elif len(row.sampled) >= running.request.max_tokens:
+        elif num_sampled >= running.request.max_tokens:
             running.stop = StopReason.LENGTH
-
-
-def _alike(ready: list[Running]) -> list[list[Running]]:
-    """Requests whose padded forward passes waste little: pending counts within a factor of two."""
-    batches: dict[int, list[Running]] = {}
-    for running in ready:
-        batches.setdefault((running.row.num_pending - 1).bit_length(), []).append(running)
-    return list(batches.values())

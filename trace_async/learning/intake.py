@@ -19,6 +19,7 @@ from trace_async.core.types import ActorStatus, Group, GroupVerdict, Lease, Vers
 from trace_async.errors import InvariantError
 from trace_async.learning.bounds import Bounds
 from trace_async.learning.measures import Rates
+from trace_async.learning.spread import Spread
 from trace_async.learning.status import StallWatch
 from trace_async.ledger import Ledger
 from trace_async.transport import wire
@@ -59,11 +60,15 @@ class Intake:
         self._closed = False
         self._clock = clock
         self._due = asyncio.Event()
+        self.confirmed = (
+            asyncio.Event()
+        )  # every live actor has something newer than before: wakes the train loop's retire
         self.changed = asyncio.Event()  # there may be a batch, or there never will be: wakes the train loop
         self.shelf = shelf
         self.statuses: dict[str, ActorStatus] = {}
         self.notice: VersionNotice | None = None
         self.rates = Rates(clock())
+        self.spread = Spread()
         self.watch = StallWatch(clock())
 
     async def run(self, outbox: Outbox) -> None:
@@ -107,6 +112,7 @@ class Intake:
     def publish(self, notice: VersionNotice) -> None:
         """Actors are to sample with this version."""
         self.notice = notice
+        self.spread.publish(notice.version, now_s=self._clock())
         self._due.set()
 
     def consume(self, verdicts: Mapping[str, GroupVerdict], *, step: int) -> None:
@@ -164,13 +170,13 @@ class Intake:
         known = self._coordinator.heartbeat(status.actor_id, self._clock(), version=status.version, epoch=status.epoch)
         if known:
             self.statuses[status.actor_id] = status
-            self._due.set()
+            self._versions_changed()
         return known
 
     def on_confirm(self, actor_id: str, version: int, epoch: int) -> None:
         """An actor samples with this version."""
         self._coordinator.confirm(actor_id, version=version, epoch=epoch)
-        self._due.set()
+        self._versions_changed()
 
     def on_return(self, actor_id: str, lease_ids: tuple[str, ...], reason: str) -> None:
         """An actor gives leases back."""
@@ -192,6 +198,7 @@ class Intake:
         self.statuses.pop(actor_id, None)
         if lost:
             log.warning("actor %s %s with %d leases: %s", actor_id, reason, len(lost), ", ".join(lost[:4]))
+        self._versions_changed()
         self._changed()
 
     def _fault(self, group: Group) -> str | None:
@@ -212,6 +219,12 @@ class Intake:
         self.rates.receive(group, num_bytes=sum(map(len, frames)))
         self.watch.move(self._clock())
         self._changed()
+
+    def _versions_changed(self) -> None:
+        versions = [member.version for member in self._coordinator.fleet if member.joined]
+        if self.spread.look(versions, now_s=self._clock()):
+            self.confirmed.set()
+        self._due.set()
 
     def _changed(self) -> None:
         self._due.set()

@@ -5,6 +5,8 @@ Owns the root of the learner's tasks, all under the one TaskGroup of `run`:
     channel  carries everything; calls the intake's handlers
     intake   sends leases and releases; woken by whatever frees permits, capacity or a fence
     house    one tick per heartbeat: expiry, status.json, naming of stalls; woken by the clock
+    retire   deletes versions that nobody needs any more; woken by confirmations
+    weights  waits for the end of the weight server's thread, so that its error is the run's
     (train)  consumes the shelf, produces versions; woken by groups, lost leases, ticks and stop requests
 
 Invariants: actors are heard only after the ledger and the checkpoint agree and a version is published; what does not
@@ -79,6 +81,9 @@ class Learner:
             await channel.ready()
             tasks.append(group.create_task(opened.intake.run(channel), name="intake"))
             tasks.append(group.create_task(self._keep_house(loop, opened), name="house"))
+            tasks.append(group.create_task(loop.retire(), name="retire"))
+            if self._parts.server is not None:
+                tasks.append(group.create_task(self._parts.server.watch(), name="weights"))
             for path in (self._folder.former_address, self._folder.address):
                 write_text(path, channel.address + "\n")
             await loop.run()

@@ -11,12 +11,13 @@ from typing import Protocol
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.packing import RowBatch
-from trace_async.core.types import Group, Json, Prefix, VersionNotice
+from trace_async.core.types import Adapter, Canary, Group, IntArray, Json, Prefix, VersionNotice
 from trace_async.learning.batching import BatchRule
 from trace_async.learning.intake import Outbox
 from trace_async.learning.resume import LoadablePredictor
 from trace_async.ledger import Ledger
 from trace_async.metrics import Row
+from trace_async.publication.store import Published
 from trace_async.transport.channel_learner import ChannelHandler
 
 
@@ -28,12 +29,21 @@ class Trainer(Protocol):
         """Optimizer steps the weights have had; a step without rows counts too."""
         ...
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """What `save_weights` writes: low-rank additions of this kind; None: the whole weights."""
+        ...
+
+    def canary(self, prompts: Sequence[IntArray]) -> Canary:
+        """What the weights say of these prompts, each int32 [L], L >= 2."""
+        ...
+
     def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
         """One optimizer step; returns metrics under their final keys."""
         ...
 
     def save_weights(self, path: Path) -> None:
-        """The weights alone, as one safetensors file."""
+        """The weights that are trained, as one safetensors file."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -78,17 +88,41 @@ class Beliefs(LoadablePredictor, Protocol):
         ...
 
 
-class PolicyStore(Protocol):
-    """What `trace_async.policy` does with files; blocking."""
+class VersionStore(Protocol):
+    """What `publication.store.VersionStore` does with files; blocking, called from one thread at a time."""
 
-    def publish(
-        self, directory: Path, *, version: int, epoch: int, write: Callable[[Path], None], predictor: Json
-    ) -> VersionNotice:
-        """Write one version, weights and predictor, and return its notice."""
+    @property
+    def num_versions(self) -> int:
+        """Complete versions on disk."""
         ...
 
-    def retire(self, directory: Path, *, keep: int) -> list[Path]:
-        """Delete all but the newest files."""
+    def publish(
+        self,
+        *,
+        version: int,
+        epoch: int,
+        write: Callable[[Path], None],
+        predictor: Json,
+        canary: Canary,
+        adapter: Adapter | None,
+    ) -> Published:
+        """Write one version, and return its notice."""
+        ...
+
+    def retire(self, *, keep: int, needed_since: int) -> None:
+        """Delete what is older than version `needed_since`, and all but the `keep` newest."""
+        ...
+
+
+class WeightServer(Protocol):
+    """What `publication.stream_server.WeightServer` does; serves from its making on, in a thread of its own."""
+
+    async def watch(self) -> None:
+        """Return when it is closed; raises what ended its thread."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Since the start: `stream_bytes` sent, and others."""
         ...
 
 
@@ -123,7 +157,8 @@ class LearnerParts:
     predictor: Predictor  # learns; asked for nothing but what to publish
     beliefs: Beliefs  # the planner's, of the same kind: predicts as published, like those of the actors
     planner: RoundPlanner  # with `beliefs`
-    policies: PolicyStore
+    store: VersionStore
+    server: WeightServer | None  # offers the store's files to actors elsewhere
     ledger: Ledger
     metrics: MetricsSink
     make_channel: Callable[[ChannelHandler, str], Channel]  # handler, and where an earlier start listened or ""
@@ -141,5 +176,7 @@ class LearnerSetup:
     tree: TreeConfig
     rule: BatchRule
     vocabulary_size: int  # rows of the policy's embedding
+    canary_prompts: tuple[IntArray, ...]  # what engines prove a version with; each [L], L >= 2
+    keep_versions: int  # at most, see publication.keep_versions
     drain_s: float  # what a stopping actor may take for its live trees
     told_to_actors: Json  # resolved configuration

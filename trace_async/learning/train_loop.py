@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trace_async.coordination.coordinator import Coordinator
-from trace_async.core.types import Group, Json, VersionNotice
+from trace_async.core.types import Group, Json
 from trace_async.errors import InvariantError
 from trace_async.learning.batching import Batch, as_of, make_batch
 from trace_async.learning.checkpoint import write_checkpoint
@@ -30,13 +30,11 @@ from trace_async.learning.measures import batch_measures, total_measures
 from trace_async.learning.resume import PREDICTOR, TRAINER
 from trace_async.learning.status import LearnerPhase
 from trace_async.metrics import STEP, Row, Value
+from trace_async.publication.store import Published
 from trace_async.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-KEEP_VERSIONS = 3
-"""Published weight files kept: the newest, and those that slow actors may still be reading."""
 
 _BYE_MARGIN_S = 5.0
 """What an actor may take to leave, beyond draining."""
@@ -78,6 +76,7 @@ class TrainLoop:
         self._honesty = opened.honesty
         self._wall_until_s = clock()  # what the costs have of this start's wall time
         self._steps = parts.trainer.version  # made and recorded
+        self._published_bytes = 0
         self._stop_reason = ""
         self._enter("start")
 
@@ -114,10 +113,21 @@ class TrainLoop:
         self._enter("publish")
         if not self._parts.beliefs.quick_batch:
             await self._look_ahead()
-        notice, predictor = await self._in_worker(self._write_version)
-        self._parts.beliefs.load(predictor, version=notice.version)
-        self._intake.publish(notice)
-        self._channel.announce(notice)
+        published, predictor = await self._in_worker(partial(self._write_version, self._intake.spread.needed_since))
+        self._published_bytes = published.num_bytes
+        self._parts.beliefs.load(predictor, version=published.notice.version)
+        self._intake.publish(published.notice)
+        self._channel.announce(published.notice)
+
+    async def retire(self) -> None:
+        """Consumes confirmations, deletes files that nobody needs any more; until cancelled, woken by the intake.
+
+        Waits for the worker thread behind a step under way.
+        """
+        while True:
+            await self._intake.confirmed.wait()
+            self._intake.confirmed.clear()
+            await self._in_worker(partial(self._retire, self._intake.spread.needed_since))
 
     async def _look_ahead(self) -> None:
         """Let a slow predictor look at the prompts of the rounds to come before the planner asks for them on the loop.
@@ -201,6 +211,7 @@ class TrainLoop:
             **self._costs.row(),
             **total_measures(counts, max_permits=self._coordinator.max_permits),
             **self._intake.rates.read(self._clock(), self._intake.statuses),
+            **self._publication_measures(),
             **measures,
         }
         self._parts.metrics.write(row)
@@ -213,21 +224,35 @@ class TrainLoop:
             measures["timing_s/step"],
         )
 
+    def _publication_measures(self) -> Row:
+        server = self._parts.server
+        return {
+            **self._intake.spread.read(),
+            "publication/bytes": self._published_bytes,
+            "publication/versions": self._parts.store.num_versions,
+            "publication/streamed_bytes_total": server.counters()["stream_bytes"] if server is not None else 0,
+        }
+
     # ---- disk ----------------------------------------------------------------------------------------------------
 
-    def _write_version(self) -> tuple[VersionNotice, Json]:
-        """The notice of a version, and the predictor's parameters that are in it. In the worker thread."""
-        trainer, policies = self._parts.trainer, self._parts.policies
+    def _write_version(self, needed_since: int) -> tuple[Published, Json]:
+        """A version, and the predictor's parameters that are in it. In the worker thread."""
+        trainer = self._parts.trainer
         predictor = self._parts.predictor.parameters()
-        notice = policies.publish(
-            self._folder.versions,
+        published = self._parts.store.publish(
             version=trainer.version,
             epoch=self._epoch,
             write=trainer.save_weights,
             predictor=predictor,
+            canary=trainer.canary(self._setup.canary_prompts),
+            adapter=trainer.adapter,
         )
-        policies.retire(self._folder.versions, keep=KEEP_VERSIONS)
-        return notice, predictor
+        self._retire(needed_since)
+        return published, predictor
+
+    def _retire(self, needed_since: int) -> None:
+        """In the worker thread."""
+        self._parts.store.retire(keep=self._setup.keep_versions, needed_since=needed_since)
 
     async def _save(self) -> None:
         """One checkpoint of this step; the ledger forgets what no kept checkpoint could ask for."""
