@@ -58,7 +58,7 @@ class Cell:
         return {
             1: {"trees": 1, "roots": 2, "continuations": 2},
             8: {"trees": 1, "roots": 8, "continuations": 6},
-            32: {"trees": 4, "roots": 8, "continuations": 6},
+            32: {"trees": 10, "roots": 8, "continuations": 6},
         }[self.concurrency]
 
 

@@ -130,6 +130,21 @@ def test_a_dead_actor_is_started_again(stage: Stage) -> None:
     assert stage.story.count("actor-0 starts") == 3
 
 
+def test_what_a_killed_actor_started_and_left_behind_is_killed(stage: Stage) -> None:
+    orphan = "p = os.fork()\nif p == 0:\n    while True: signal.pause()\nsay(f'left {p}')\n"
+    stage.script("learner", UNTIL_GATE)
+    stage.script(
+        "actor",
+        f"if count('starts') < 2:\n    {orphan.replace(chr(10), chr(10) + '    ')}\n    "
+        f"os.kill(os.getpid(), signal.SIGKILL)\n{OPEN_GATE}",
+    )
+    stage.run()
+    left = [int(line.split()[-1]) for line in stage.story if " left " in line]
+    assert len(left) == 1
+    state = Path(f"/proc/{left[0]}/stat")
+    assert not state.exists() or state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "ZX"
+
+
 def test_an_actor_that_keeps_dying_ends_the_run(stage: Stage) -> None:
     stage.script("learner", "wait()")
     stage.script("actor", "print('no libfoo'); sys.exit(1)")

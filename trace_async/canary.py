@@ -22,8 +22,9 @@ class Tolerance(NamedTuple):
     worst: float
 
 
-TOLERANCES = {"float32": Tolerance(1e-3, 1e-2), "bfloat16": Tolerance(0.15, 1.0)}
-"""By the engine's dtype; the learner's is float32. The same weights gave 5e-6 and 4e-5, in bfloat16 0.04 and 0.5."""
+TOLERANCES = {"float32": Tolerance(1e-3, 1e-2), "bfloat16": Tolerance(0.15, 4.0)}
+"""By the engine's dtype; the learner's is float32. The same weights gave 5e-6 and 4e-5, in bfloat16 0.04 and 0.8, where
+one rare word can be far off and a version that moves less than rounding does cannot be told from the one before it."""
 
 
 def check_canary(canary: Canary, found: Sequence[FloatArray], *, dtype: str, version: int) -> None:

@@ -62,7 +62,7 @@ RANGES: dict[str, Range] = {
     "coordinator.max_attempts": _COUNT,
     "coordinator.heartbeat_s": _POSITIVE,
     "coordinator.dead_after_s": _POSITIVE,
-    "publication.keep_versions": _COUNT,
+    "publication.keep_versions": Range(2),  # the newest, and the one that may be under way
     "actor.count": Range(0),
     "actor.max_live_roots": _COUNT,
     "actor.drain_s": Range(0),

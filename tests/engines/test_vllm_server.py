@@ -16,6 +16,7 @@ from trace_async.config import EngineConfig
 from trace_async.core.types import Adapter, GenerateRequest, Generation, StopReason
 from trace_async.engines.vllm_server import VllmServerEngine
 from trace_async.engines.vllm_server_checks import Expected
+from trace_async.engines.vllm_server_http import ServerGone
 from trace_async.errors import ConfigError, EngineError, PolicyError
 
 BASE = Path("/base")
@@ -348,7 +349,27 @@ def test_a_server_that_dies_during_a_load_is_waited_for_and_asked_again(tmp_path
     with_engine(body)
 
 
-def test_a_server_that_was_only_out_of_reach_goes_on_without_a_load(tmp_path: Path) -> None:
+def test_a_connection_that_breaks_during_a_load_does_not_resume_the_server_in_the_middle_of_it(tmp_path: Path) -> None:
+    async def body(engine: VllmServerEngine, host: ToyHost) -> None:
+        await load(engine, tmp_path, version=1, weights=5)
+        asking = [asyncio.create_task(engine.generate(request(f"r{i}", max_tokens=40, seed=i))) for i in range(2)]
+        await until(lambda: len(host.server.running) == 2)
+        host.server.faults.load_s = 0.2
+        loading = asyncio.create_task(load(engine, tmp_path, version=2, weights=6))
+        await until(lambda: host.server.log[-1] == "load_version")
+        since = len(host.server.log)
+        asking[0].cancel()
+        engine._miss(ServerGone("the network broke"))  # as the request's own connection would have it
+        await asyncio.gather(loading, *asking, return_exceptions=True)
+        assert "resume" in host.server.log[since:]
+        until_resumed = host.server.log[since : since + host.server.log[since:].index("resume")]
+        assert any("reset_prefix_cache" in entry for entry in until_resumed)
+        assert (await engine.generate(request("after"))).version_min == 2
+
+    with_engine(body, config=EngineConfig(on_update="continue"))
+
+
+def test_while_a_server_is_out_of_reach_nobody_is_to_begin_trees_and_then_it_goes_on(tmp_path: Path) -> None:
     async def body(engine: VllmServerEngine, host: ToyHost) -> None:
         await load(engine, tmp_path, version=1, weights=5)
         asking = asyncio.create_task(engine.generate(request("cut", max_tokens=40)))
@@ -356,7 +377,9 @@ def test_a_server_that_was_only_out_of_reach_goes_on_without_a_load(tmp_path: Pa
         host.break_connections()
         with pytest.raises(EngineError, match="request cut"):
             await asking
+        assert engine.lost.is_set()
         assert (await engine.generate(request("next"))).version_min == 1
+        await load(engine, tmp_path, version=1, weights=5)
         assert not engine.lost.is_set()
 
     with_engine(body)

@@ -43,6 +43,7 @@ class Faults:
     keeps_weights: bool = False  # says that it took new weights over and goes on with the old ones
     half_loads: bool = False  # one worker takes new weights over, the other refuses them
     never_loads: bool = False  # does not answer to a load
+    load_s: float = 0.0  # what a load takes; until then nothing else is done
     refuses_load: str = ""  # error text of every load
     no_dev_mode: bool = False
     no_scale_out: bool = False
@@ -231,6 +232,7 @@ class ToyServer:
         self.loads.append(body["kwargs"])
         if self.faults.never_loads:
             await asyncio.sleep(3600)
+        await asyncio.sleep(self.faults.load_s)
         if self.faults.refuses_load:
             return _failed(self.faults.refuses_load)
         text = Path(body["kwargs"]["weights"]).read_text(encoding="utf-8")  # noqa: ASYNC240 - a few bytes

@@ -242,6 +242,19 @@ def test_open_files_are_bounded(memory: Path, server: WeightServer) -> None:
     assert server.counters()["stream_open_files"] == MAX_MAPS
 
 
+def test_a_retired_file_that_somebody_is_in_the_middle_of_is_never_the_one_to_go(
+    memory: Path, server: WeightServer
+) -> None:
+    with raw_client(server.address) as socket:
+        for version in range(2 * MAX_MAPS):
+            name = f"e001_v{version:06d}.safetensors"
+            published(memory / "published", 10, name=name)
+            assert not isinstance(ask(socket, name), Refusal)
+            (memory / "published" / name).unlink()
+        for version in range(2 * MAX_MAPS):
+            assert not isinstance(ask(socket, f"e001_v{version:06d}.safetensors"), Refusal)
+
+
 # ---- hostile clients -------------------------------------------------------------------------------------------------
 
 

@@ -25,13 +25,15 @@ log = logging.getLogger(__name__)
 FETCH_DEADLINE_S = 600.0
 """For one attempt at bringing and verifying a version; the next one goes on with the chunks that came."""
 
-LOAD_DEADLINE_S = 300.0
-"""For an engine to drain and swap its weights; past it the engine counts as dead and the process ends."""
+LOAD_DEADLINE_S = 900.0
+"""For an engine to start, to drain and to swap its weights; past it the engine counts as dead and the process ends."""
 
 ATTEMPTS = 8
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
-"""Failures in a row that end the actor, whatever versions they are of, and the pauses in between, each twice the last:
-a minute and a half in all, in which a learner or an engine that was restarted is back."""
+GIVE_UP_S = 90.0
+"""What ends the actor: so many failures in a row, whatever versions they are of, and so many seconds of them, in which
+a learner or an engine that was restarted is back. The pauses in between are each twice the last, which takes that long;
+newer versions cut them short."""
 
 
 class VersionedEngine(Engine, Protocol):
@@ -118,10 +120,11 @@ class VersionFollower:
     async def run(self) -> None:
         """Consumes notices, produces loaded versions, until cancelled; woken by the channel and by the engine's loss.
 
-        Raises: PolicyError or EngineError when ATTEMPTS in a row have failed; TimeoutError when the engine does not
-        load within LOAD_DEADLINE_S; whatever else engine and predictor raise.
+        Raises: PolicyError or EngineError when ATTEMPTS in a row, and GIVE_UP_S, have failed; TimeoutError when the
+        engine does not load within LOAD_DEADLINE_S; whatever else engine and predictor raise.
         """
-        failures = 0
+        failures, since_s = 0, 0.0
+        loop = asyncio.get_running_loop()
         while True:
             notice = await self._next_notice()
             try:
@@ -129,11 +132,12 @@ class VersionFollower:
             except (PolicyError, EngineError) as error:
                 self._behind = True
                 self._counts["failed_loads"] += 1
+                since_s = since_s if failures else loop.time()
                 failures += 1
-                if failures == ATTEMPTS:
+                if failures >= ATTEMPTS and loop.time() - since_s >= GIVE_UP_S:
                     raise
                 log.warning("version %d of epoch %d is tried again: %s", notice.version, notice.epoch, error)
-                await self._pause(notice, min(FIRST_PAUSE_S * 2 ** (failures - 1), LAST_PAUSE_S))
+                await self._pause(notice, min(FIRST_PAUSE_S * 2 ** min(failures - 1, ATTEMPTS), LAST_PAUSE_S))
             else:
                 failures = 0
 

@@ -16,7 +16,7 @@ from trace_async.model_probe import probe_tokens
 from trace_async.rendering import Renderer
 
 if TYPE_CHECKING:
-    from trace_async.engines.vllm_server_update import Load
+    from trace_async.engines.vllm_common import Load
 
 _WEIGHTS = "model.safetensors"
 _CANARY_TOKENS = 64
@@ -89,7 +89,7 @@ def _start_load(folder: Path, *, version: int) -> Load:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trace_async.engines.vllm_server_update import Load
+    from trace_async.engines.vllm_common import Load
 
     if not (folder / _WEIGHTS).is_file():
         raise PolicyError(

@@ -45,6 +45,12 @@ class ProcessTable:
         _LOG.info("%s started as pid %d", name, process.pid)
         return process
 
+    async def end_of(self, process: asyncio.subprocess.Process) -> int:
+        """The exit code of a child; woken by its end. What it started and left behind is killed."""
+        code = await process.wait()
+        _signal_group(process, signal.SIGKILL)
+        return code
+
     def signal_all(self, number: signal.Signals) -> None:
         """Sends a signal to the process group of every child that lives."""
         for process in self._living():

@@ -111,7 +111,7 @@ class Supervisor:
     async def _run_to_end(self, name: str, *arguments: str) -> None:
         """Waits for one process; woken by its end."""
         process = await self._start(name, *arguments)
-        self._judge(name, await process.wait())
+        self._judge(name, await self._processes.end_of(process))
 
     async def _train(self) -> None:
         """Waits for the learner; woken by its end, by a signal through it, or by an actor that is beyond help."""
@@ -120,7 +120,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as actors:
             for slot in range(self._config.actor.count):
                 actors.create_task(self._keep_actor(f"actor-{slot}"))
-            code = await learner.wait()
+            code = await self._processes.end_of(learner)
             self._learner_ended = True
             if code:
                 self._processes.signal_all(signal.SIGTERM)
@@ -133,7 +133,7 @@ class Supervisor:
         deaths_s: deque[float] = deque()
         while True:
             process = await self._start(name, "actor", str(self._folder.root), "--id", name)
-            code = await process.wait()
+            code = await self._processes.end_of(process)
             if self._stop.is_set() or self._learner_ended or code == 0:
                 return
             now_s = time.monotonic()

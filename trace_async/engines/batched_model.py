@@ -22,6 +22,7 @@ from trace_async.engines.rows import Decoder, Row, uniform
 from trace_async.engines.transformers_decoder import TransformersDecoder
 from trace_async.errors import PolicyError
 from trace_async.model_probe import attention_window, logits_agree, probe_tokens
+from trace_async.weights import check_names
 
 _BFLOAT16_GAP = 0.1  # of the logits' spread, on average; the same model computed in two ways was seen to differ by 0.03
 
@@ -66,21 +67,15 @@ class BatchedModel:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises PolicyError unless names and shapes are the model's own. Safe beside everything else."""
-        own = self._model.state_dict(keep_vars=True)
-        missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-        wrong = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-        if missing or extra or wrong:
-            raise PolicyError(
-                f"the weights do not fit the model: missing {missing[:3]}, unexpected {extra[:3]}, "
-                f"other shapes {wrong[:3]}"
-            )
+        check_names(tensors, self._model)
 
     def take_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy checked tensors into the model and forget all key/values; what is raised leaves it half copied."""
         self.decoder.clear()
         with torch.no_grad():
             for name, tensor in self._model.state_dict(keep_vars=True).items():
-                tensor.copy_(tensors[name].to(self._dtype))
+                new = tensors[name]
+                tensor.copy_(new.to(self._dtype) if new.is_floating_point() else new)
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[Row]) -> None:

@@ -99,7 +99,7 @@ class Load:
     epoch: int
     weights: Path  # a safetensors file
     canary: Canary
-    adapter: Adapter | None = None
+    adapter: Adapter | None
 
     @property
     def label(self) -> str:

@@ -164,8 +164,7 @@ class VllmEngine:
             if replacing:
                 await self._fence(front, f"version {load.version} was not proven: {error!r}")
             else:
-                with suppress(EngineError):
-                    await front.resume()
+                await self._go_on(front)
             raise
         finally:
             self._judged.set()
@@ -185,6 +184,14 @@ class VllmEngine:
         self._salt = cache_salt(label, load=self._num_loads)
         self._proven.add(label)
         self._version = version
+
+    async def _go_on(self, front: VllmFront) -> None:
+        """The old weights were not touched and sample again; a vLLM that does not resume in time is fenced."""
+        try:
+            async with asyncio.timeout(_ABORT_DEADLINE_S):
+                await front.resume()
+        except (EngineError, TimeoutError) as error:
+            self._withdraw(f"vLLM did not resume: {error!r}")
 
     async def _fence(self, front: VllmFront, reason: str) -> None:
         """Nothing that is in flight may get out any more, and vLLM shall stop working on it."""

@@ -25,13 +25,13 @@ from pathlib import Path
 
 from trace_async.config import EngineConfig
 from trace_async.core.types import Adapter, Canary, GenerateRequest, Generation
-from trace_async.engines.vllm_common import cache_salt, check_length, read_stamps
+from trace_async.engines.vllm_common import Load, cache_salt, check_length, read_stamps
 from trace_async.engines.vllm_server_answer import Answer, generate_body, labels_of, read_answer
 from trace_async.engines.vllm_server_checks import Expected, check_server
 from trace_async.engines.vllm_server_door import Door
 from trace_async.engines.vllm_server_fence import Fence
 from trace_async.engines.vllm_server_http import ServerFailure, ServerGone, ServerLate, VllmHttp
-from trace_async.engines.vllm_server_update import Load, RefusedWeights, prove, take_over
+from trace_async.engines.vllm_server_update import RefusedWeights, prove, take_over
 from trace_async.errors import EngineError
 
 _LOG = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class VllmServerEngine:
         self.lost = self._fence.lost
         self._num_loads = 0
         self._updating = asyncio.Lock()
+        self._control = asyncio.Lock()  # one of update and search at a time: a search resumes the server
         self._up = asyncio.Event()  # the server is there and was checked
         self._suspect = asyncio.Event()  # something looks wrong; have a look now
         self._closed = False
@@ -144,7 +145,8 @@ class VllmServerEngine:
                 if self._closed:
                     raise EngineError(f"version {version}: the engine is closed")
                 try:
-                    return await self._update(load)
+                    async with self._control:
+                        return await self._update(load)
                 except (ServerGone, ServerLate) as error:
                     self._miss(error)
 
@@ -165,7 +167,8 @@ class VllmServerEngine:
                 await self._give_up(load, error)
                 raise
             fence.prove(load.label, load.version)
-        fence.door.open()
+        if self._up.is_set():  # else the search opens it
+            fence.door.open()
         _LOG.info("%s holds %s after %.2f s", self._http.url, load.label, time.perf_counter() - started_s)
 
     async def _give_up(self, load: Load, error: BaseException) -> None:
@@ -220,8 +223,9 @@ class VllmServerEngine:
         since_s, said = time.monotonic(), False
         while True:
             try:
-                await check_server(self._http, self._expected)
-                label = await self._http.label()
+                async with self._control:
+                    await check_server(self._http, self._expected)
+                    self._fence.compare(await self._http.label())
                 break
             except ServerFailure as error:
                 away_s = time.monotonic() - since_s
@@ -231,7 +235,6 @@ class VllmServerEngine:
                     _LOG.warning("waiting for the vLLM server: %s", error)
                     said = True
             await asyncio.sleep(RETRY_S)  # a process elsewhere that starts wakes nobody
-        self._fence.compare(label)
         self._suspect.clear()
         self._up.set()
         if self._fence.acting is not None and not self._updating.locked():
@@ -253,8 +256,9 @@ class VllmServerEngine:
                     self._miss(error)
 
     def _miss(self, failure: ServerFailure) -> None:
-        """The server does not answer: nothing more is sent until it was found and asked what it holds."""
+        """The server does not answer: nothing more is sent until it was found, and no trees are begun meanwhile."""
         if self._up.is_set() and not self._closed:
+            self._fence.lost.set()
             _LOG.warning("the vLLM server is away: %s", failure)
             self._counts["server_absences"] += 1
             self._fence.door.close()

@@ -5,31 +5,13 @@ Never: waits for requests, or cleans up after a failure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from trace_async.canary import check_canary
-from trace_async.core.types import Adapter, Canary
-from trace_async.engines.vllm_common import version_label
+from trace_async.engines.vllm_common import Load
 from trace_async.engines.vllm_server_answer import read_scored, score_body
 from trace_async.engines.vllm_server_http import ServerGone, VllmHttp
 from trace_async.errors import EngineError, PolicyError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A version to take over."""
-
-    version: int
-    epoch: int
-    weights: Path
-    canary: Canary
-    adapter: Adapter | None
-
-    @property
-    def label(self) -> str:
-        """What the server calls these weights."""
-        return version_label(version=self.version, epoch=self.epoch)
 
 
 class RefusedWeights(PolicyError):

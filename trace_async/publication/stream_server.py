@@ -50,7 +50,10 @@ from trace_async.publication.stream_wire import (
 )
 
 MAX_MAPS = 12
-"""Files that are open at a time: three versions in use and one more; the one asked for least recently goes."""
+"""Files that are open at a time: three versions in use and one more; the one asked for least recently goes, but none
+that was retired, since it could not be opened again for those who are in the middle of it."""
+MAX_RETIRED_MAPS = 64
+"""Files that are open at a time, retired ones included: for actors that each are in the middle of another version."""
 IDLE_S = 30.0
 """A file that nobody asked for is closed, so that a retired one gives its memory or disk back."""
 SILENT_S = 60.0
@@ -242,10 +245,19 @@ class _Files:
             self.num_mapped += 1
             self._maps[name] = known
             if len(self._maps) > MAX_MAPS:
-                self._maps.popitem(last=False)
+                self._let_go(but=name)
         known.asked_s = self._clock()
         self._maps.move_to_end(name)
         return known
+
+    def _let_go(self, *, but: str) -> None:
+        """Of the one asked for least recently that can be opened again; of a retired one only where there are many."""
+        there = (name for name in self._maps if name != but and (self._directory / name).exists())
+        oldest = next(there, None)
+        if oldest is None and len(self._maps) > MAX_RETIRED_MAPS:
+            oldest = next(iter(self._maps))
+        if oldest is not None:
+            del self._maps[oldest]
 
 
 def _map(path: Path, *, asked_s: float) -> _Map | None:
