@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,10 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 row = _measure_cell(cell, workers, vocabulary=vocabulary, repeats=args.repeats)
                 result["cells"].append(row)
                 _say(_line(folder, row))
+            weights = Path(stack.enter_context(TemporaryDirectory())) / "published.safetensors"
+            scorer.publish(weights)
             for worker in workers:
-                told = _finish(worker, folder, canary, scorer, vocabulary=vocabulary)
+                told = _finish(worker, weights, canary, scorer, vocabulary=vocabulary)
                 result["engines"].setdefault(worker.side, {})[dtype] = told
                 _say(f"{folder.name} {dtype} {worker.side}: {json.dumps(told)}")
     return result
@@ -177,12 +180,13 @@ def _ratios(rates: dict[str, list[float]], baseline: str) -> dict[str, float]:
     return {side: median(a / b for a, b in zip(found, rates[baseline], strict=True)) for side, found in rates.items()}
 
 
-def _finish(worker: Worker, folder: Path, canary: dict[str, Any], scorer: Scorer, *, vocabulary: int) -> dict[str, Any]:
+def _finish(
+    worker: Worker, weights: Path, canary: dict[str, Any], scorer: Scorer, *, vocabulary: int
+) -> dict[str, Any]:
     """What is not speed: gaps, updates, memory."""
     spec = _spec(Cell(concurrency=8, shared=True, dtype=""), vocabulary, seed=7)
     played = worker.ask(do="play", spec=spec, concurrency=8, answers=True)
-    weights = str((folder / "model.safetensors").resolve())
-    loads = [worker.ask(do="load", weights=weights, version=version, **canary) for version in (1, 2, 3)]
+    loads = [worker.ask(do="load", weights=str(weights), version=version, **canary) for version in (1, 2, 3)]
     told: dict[str, Any] = {
         "start_s": worker.ready_s,
         "peak_bytes": played["rss_bytes"],
@@ -200,6 +204,14 @@ class Scorer:
 
         disable_progress_bar()  # type: ignore[no-untyped-call]
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True)
+
+    def publish(self, path: Path) -> None:
+        """The weights as a learner publishes them."""
+        from trace_async.weights import find_aliases, write_weights
+
+        state = self._model.state_dict()
+        aliases = find_aliases(state)
+        write_weights(path, {name: state[name] for name in state if name not in aliases}, aliases=aliases)
 
     def logprobs(self, ids: Sequence[int]) -> Any:
         """float32 [L - 1]: of ids[1:]."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tests.engines.kit import FAST, MAX_TOKENS, OTHERS, STOP, VOCABULARY, assert_drawn_from, canary_of, decoder
 from trace_async.core.types import GenerateRequest
+from trace_async.engines import llama_decoder
 from trace_async.engines.batched_model import BatchedModel
 from trace_async.engines.llama_decoder import LlamaDecoder
 from trace_async.engines.rows import Row
@@ -168,12 +169,24 @@ CASES = given(
 
 @pytest.mark.parametrize("kind", FAST + OTHERS)
 @CASES
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_token_is_the_one_that_the_model_alone_draws(
     kind: str, steps: list[tuple[object, ...]], seed: int, temperature: float, cache_bytes: int
 ) -> None:
     world = play(kind, steps, seed=seed, temperature=temperature, cache_bytes=cache_bytes)
     assert world.sampler.counts["prefix_bytes"] <= cache_bytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_so_it_is_where_passes_are_cut_every_few_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_decoder, "_MAX_PASS_TOKENS", 7)
+
+    @CASES
+    @settings(max_examples=5, deadline=None)
+    def check(steps: list[tuple[object, ...]], seed: int, temperature: float, cache_bytes: int) -> None:
+        play(kind, steps, seed=seed, temperature=temperature, cache_bytes=cache_bytes)
+
+    check()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from trace_async.engines.prefix_cache import PrefixCache
 from trace_async.engines.rows import Row
 
 _MAX_PASS_TOKENS = 2048
-"""Tokens of one pass beside the rows' last ones; bounds what a pass needs in memory and how long others wait for it."""
+"""Tokens of one pass beside the rows' last ones; bounds what a pass needs in memory."""
 
 
 class LlamaDecoder:

@@ -67,6 +67,8 @@ _REFUSED: dict[str, str] = {
     "quantization": "computes with other weights than the published ones; no canary would pass",
     "quantization_config": "computes with other weights than the published ones; no canary would pass",
     "kv_cache_dtype": "is engine.dtype",
+    "load_format": "may start with weights that are not the policy's",
+    "hf_overrides": "may make another model of the policy's folder",
     "enable_lora": "is not needed: published low-rank additions are merged into the weights",
     "enable_sleep_mode": "drops weights behind the version that was confirmed",
     "weight_transfer_config": "is another way of replacing weights, behind the version that was confirmed",
