@@ -227,10 +227,10 @@ def test_draining_finishes_requests_on_the_old_weights(served: Served) -> None:
 def test_continuing_requests_go_on_under_the_new_weights_with_everything_recomputed(served: Served) -> None:
     async def body(engine: VllmServerEngine) -> None:
         await load(engine, served, 0)
-        lengths = [150 + 10 * i for i in range(24)]  # for 8 places: at any time some are half-way
+        lengths = [390 + 2 * i for i in range(16)]  # for 8 places: at any time some are half-way
         asks = [request(f"c{i}", [*range(3, 43), 50 + i], seed=i, max_tokens=n) for i, n in enumerate(lengths)]
         asking = [asyncio.create_task(engine.generate(ask)) for ask in asks]
-        await sampled(served, 200)
+        await sampled(served, 40)
         await load(engine, served, 1)
         seen = set()
         for ask, task in zip(asks, asking, strict=True):
