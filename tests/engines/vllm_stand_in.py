@@ -8,6 +8,7 @@ closed connection behave as vLLM's do, where that matters here. `Faults` are wha
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -251,6 +252,7 @@ class ToyHost:
         self.faults = Faults()
         self.server: ToyServer
         self._step_s = step_s
+        self._listener: socket.socket
         self._runner: web.AppRunner | None = None
         self._steps: asyncio.Task[None] | None = None
 
@@ -263,21 +265,24 @@ class ToyHost:
         self.server = ToyServer(replace(self.faults), step_s=self._step_s)
         self._runner = web.AppRunner(self.server.application(), handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        assert self._runner.addresses
-        self.port = self._runner.addresses[0][1]
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        await web.SockSite(self._runner, self._listener).start()
         self._steps = asyncio.create_task(self.server.steps())
 
     async def kill(self) -> None:
         """Every connection breaks, nobody is told anything."""
-        runner, steps = self._runner, self._steps
+        runner, steps, listener = self._runner, self._steps, self._listener
         self._runner = self._steps = None
         if steps is not None:
             steps.cancel()
             with suppress(asyncio.CancelledError):
                 await steps
         if runner is not None:
+            self.break_connections(runner)
+            # A connection that asyncio has just accepted is lost, unclosed, when its listener closes in the same turn.
+            asyncio.get_running_loop().remove_reader(listener)
+            await asyncio.sleep(0.01)
             self.break_connections(runner)
             await runner.cleanup()
 

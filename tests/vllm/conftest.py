@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported, for this process too: vLLM takes every CPU, and beside it two threads of torch, which wait
+# for each other, take seconds for what one does in milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What vLLM and its libraries warn of while they are imported and started is not ours; our own warnings stay errors.
 _NOT_OURS = (
     *(f"ignore::{kind}" for kind in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")),
@@ -18,7 +22,6 @@ _NOT_OURS = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips everything here without vLLM, and gives what starts engines the time for it."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if Path(__file__).parent in item.path.parents:

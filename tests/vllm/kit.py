@@ -78,7 +78,7 @@ def logprobs_of(model: torch.nn.Module, tokens: Sequence[int], *, temperature: f
 
 
 def canary_of(model: torch.nn.Module, *, seed: int = 0) -> Canary:
-    """Two prompts and what `model` says of them."""
+    """Two prompts and what `model` says of them. Never while requests are under way: see `test_server.Served`."""
     rng = np.random.default_rng(seed)
     prompts = tuple(rng.integers(3, VOCABULARY - 1, size=size, dtype=np.int32) for size in (40, 9))
     return Canary(prompts=prompts, logprobs=tuple(logprobs_of(model, prompt.tolist()) for prompt in prompts))

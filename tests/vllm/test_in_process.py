@@ -49,13 +49,14 @@ class World:
     host: EngineHost
     folder: Path
     models: tuple[torch.nn.Module, torch.nn.Module]
+    canaries: tuple[Canary, Canary]
     versions: Iterator[int]
     held: int = -1
 
     async def load(self, seed: int, *, canary: Canary | None = None) -> int:
         """Has the engine load a policy; the version it was given."""
         version, weights = next(self.versions), self.folder / f"{seed}.safetensors"
-        known = canary or canary_of(self.models[seed])
+        known = canary or self.canaries[seed]
         await self.host.engine.load(version=version, epoch=1, weights=weights, canary=known, adapter=None)
         self.held = seed
         return version
@@ -68,8 +69,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     models[OLD].save_pretrained(folder / "start")
     for seed, model in enumerate(models):
         save_version(model, folder / f"{seed}.safetensors")
+    canaries = canary_of(models[OLD]), canary_of(models[NEW])
     with hosted_engine(folder / "start", EngineConfig(on_update="continue", max_batch=8)) as host:
-        yield World(host, folder, models, count(1))
+        yield World(host, folder, models, canaries, count(1))
     assert not vllm_processes()
 
 
@@ -233,7 +235,7 @@ def test_an_update_with_the_same_weights_changes_no_token_of_requests_in_flight(
 
 
 def test_a_version_whose_canary_does_not_agree_fences_the_engine_and_nothing_it_sampled_gets_out(old: World) -> None:
-    asks, canary, before = long_requests(), canary_of(old.models[OLD]), old.host.engine.version
+    asks, canary, before = long_requests(), old.canaries[OLD], old.host.engine.version
 
     async def body(engine: VllmEngine) -> list[object]:
         answers = await all_under_way(engine, asks)
@@ -263,7 +265,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_weights_stay_in_use(old
     ask = request("still", PREFIX, max_tokens=8, greedy=True)
 
     async def body(engine: VllmEngine) -> Generation:
-        known = canary_of(old.models[NEW])
+        known = old.canaries[NEW]
         with pytest.raises(PolicyError, match=r"version 900: the weights do not fit.*model\.norm\.weight"):
             await engine.load(version=900, epoch=1, weights=unfit, canary=known, adapter=None)
         return await engine.generate(ask)

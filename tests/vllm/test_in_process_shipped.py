@@ -112,14 +112,13 @@ def test_requests_in_flight_finish_on_the_old_weights_and_new_ones_wait_for_the_
         torch.manual_seed(1)
         for parameter in other.parameters():
             parameter.add_(0.15 * parameter.std() * torch.randn_like(parameter))
-    weights = save_version(other.eval(), world.files / "v1.safetensors")
+    weights, canary = save_version(other.eval(), world.files / "v1.safetensors"), canary_of(other)
     asks = [request(f"d{i}", opening(i), max_tokens=CONTEXT - 60, seed=i) for i in range(4)]
 
     async def body(engine: VllmEngine) -> tuple[list[Generation], list[Generation]]:
         async with asyncio.TaskGroup() as group:
             old = [group.create_task(engine.generate(ask)) for ask in asks]
             await engine.generate(request("beside", opening(9), max_tokens=10))
-            canary = canary_of(other)
             load = group.create_task(engine.load(version=1, epoch=1, weights=weights, canary=canary, adapter=None))
             await asyncio.sleep(0)  # the load has closed the door
             new = [group.create_task(engine.generate(ask)) for ask in asks]

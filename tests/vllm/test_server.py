@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM
 from tests.vllm.kit import CONTEXT, VOCABULARY, canary_of, gap, request, save_version, tied_model
 from trace_async.app.wiring import policy_path
 from trace_async.config import EngineConfig
-from trace_async.core.types import Generation, StopReason
+from trace_async.core.types import Canary, Generation, StopReason
 from trace_async.engines.vllm_server import VllmServerEngine
 from trace_async.engines.vllm_server_checks import Expected
 from trace_async.errors import EngineError, PolicyError
@@ -44,7 +44,11 @@ MAX_GAP = 1e-3
 
 
 class Served(NamedTuple):
-    """A running server, the folder it was started with, and versions of its model."""
+    """A running server, the folder it was started with, and versions of its model.
+
+    What models say is computed before the server starts, or when it is idle: beside requests under way this process may
+    get no CPU until they have ended. 0.2 s of torch for a canary took 5 s there, and the pause came too late for all.
+    """
 
     process: subprocess.Popen[bytes]
     command: list[str]
@@ -52,6 +56,7 @@ class Served(NamedTuple):
     folder: Path
     models: list[LlamaForCausalLM]
     files: list[Path]
+    canaries: list[Canary]
 
 
 def free_port() -> int:
@@ -88,10 +93,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         encoding="utf-8",
     )
     command = [sys.executable, "-m", "trace_async", "vllm-server", str(config)]
-    process = start(command, folder / "server.log")
     files = [save_version(model, folder / f"v{number}.safetensors") for number, model in enumerate(models)]
+    canaries = [canary_of(model) for model in models]
+    process = start(command, folder / "server.log")
     try:
-        found = Served(process, command, url, folder, models, files)
+        found = Served(process, command, url, folder, models, files, canaries)
         wait_until_ready(found)
         yield found
     finally:
@@ -140,7 +146,7 @@ async def load(engine: VllmServerEngine, served: Served, number: int, *, canary:
         version=number,
         epoch=0,
         weights=served.files[number],
-        canary=canary_of(served.models[number if canary is None else canary]),
+        canary=served.canaries[number if canary is None else canary],
         adapter=None,
     )
 
@@ -212,8 +218,7 @@ def test_draining_finishes_requests_on_the_old_weights(served: Served) -> None:
         asking = [asyncio.create_task(engine.generate(ask)) for ask in asks]
         await sampled(served, 12)
         await load(engine, served, 1)
-        for ask, task in zip(asks, asking, strict=True):
-            answer = await task
+        for ask, answer in zip(asks, await asyncio.gather(*asking), strict=True):
             assert (answer.version_min, answer.version_max) == (0, 0)
             assert gap(served.models[0], ask, answer).max() < MAX_GAP
         after = request("after", [4, 5], seed=9)
@@ -224,19 +229,17 @@ def test_draining_finishes_requests_on_the_old_weights(served: Served) -> None:
     with_engine(served, body)
 
 
-@pytest.mark.xfail(strict=False, reason="after other tests no request was half-way at the swap; the cause is not known")
 def test_continuing_requests_go_on_under_the_new_weights_with_everything_recomputed(served: Served) -> None:
-    async def swap_after(engine: VllmServerEngine, seconds: float) -> set[tuple[int, int]]:
-        """Which (oldest, newest) versions sampled the requests that were asked so long before the swap."""
+    async def body(engine: VllmServerEngine) -> None:
         await load(engine, served, 0)
+        beside = asyncio.create_task(engine.generate(request("beside", [4, 5], max_tokens=20)))
         lengths = [390 + 2 * i for i in range(16)]  # for 8 places
         asks = [request(f"c{i}", [*range(3, 43), 50 + i], seed=i, max_tokens=n) for i, n in enumerate(lengths)]
         asking = [asyncio.create_task(engine.generate(ask)) for ask in asks]
-        await asyncio.sleep(seconds)
+        await beside  # seven others have some twenty tokens of their four hundred
         await load(engine, served, 1)
         seen = set()
-        for ask, task in zip(asks, asking, strict=True):
-            answer = await task
+        for ask, answer in zip(asks, await asyncio.gather(*asking), strict=True):
             by_old, by_new = (gap(model, ask, answer) for model in served.models[:2])
             changed = int(np.argmax(by_old > MAX_GAP)) if answer.version_max else len(by_old)
             assert changed > 0 or answer.version_min == 1
@@ -244,13 +247,6 @@ def test_continuing_requests_go_on_under_the_new_weights_with_everything_recompu
             assert (by_old[:changed] < MAX_GAP).all()
             assert (by_new[changed:] < MAX_GAP).all()
             seen.add((answer.version_min, answer.version_max))
-        return seen
-
-    async def body(engine: VllmServerEngine) -> None:
-        seen: set[tuple[int, int]] = set()
-        for seconds in (0.1, 0.2, 0.05, 0.4, 0.02, 0.8, 1.6):  # when some are half-way is up to the machine
-            if (0, 1) not in seen:
-                seen |= await swap_after(engine, seconds)
         assert (0, 1) in seen
 
     with_engine(served, body, on_update="continue")
@@ -281,7 +277,7 @@ def test_a_file_that_vllm_cannot_take_leaves_the_old_weights(served: Served) -> 
         bad = served.folder / "bad.safetensors"
         bad.write_bytes(b"nothing of the kind")
         with pytest.raises(PolicyError, match="version 5 is refused"):
-            await engine.load(version=5, epoch=0, weights=bad, canary=canary_of(served.models[0]), adapter=None)
+            await engine.load(version=5, epoch=0, weights=bad, canary=served.canaries[0], adapter=None)
         ask = request("still", [4, 5])
         answer = await engine.generate(ask)
         assert answer.version_min == engine.version == 1

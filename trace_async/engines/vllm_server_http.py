@@ -2,8 +2,9 @@
 
 Two sessions: one for requests, with as many connections as requests may be under way, and one for control (pause, new
 weights, resume, canary, health), so that control never waits for a connection behind requests. Invariants: every call
-has a deadline; a reply is at most MAX_REPLY_BYTES; closing a connection is how a request is given up: the server then
-aborts it. Never: retries, decides what a failure means for versions, or keeps state beside the sessions.
+has a deadline and a connection of its own; a reply is at most MAX_REPLY_BYTES; closing a connection is how a request is
+given up: the server then aborts it. Never: retries, decides what a failure means for versions, or keeps state beside
+the sessions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ LOAD_DEADLINE_S = 240.0
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 
 _CONTROL_CONNECTIONS = 16
-_KEEP_ALIVE_S = 2.0
-"""A connection that was idle for longer is not used again: vLLM closes it after 5 s; a request sent then is lost."""
 
 
 class ServerFailure(EngineError):
@@ -163,7 +162,9 @@ class VllmHttp:
 
 
 def _session(*, connections: int) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEP_ALIVE_S)
+    # No connection is used twice: vLLM closes one that was idle for 5 s, and what is sent on it then is lost. How long
+    # it was idle cannot be told here: a process that waits for a CPU learns of a reply, and of the end, seconds late.
+    connector = aiohttp.TCPConnector(limit=connections, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
 
