@@ -67,8 +67,9 @@ def make_tree_config(*, root_allocator: str = "trace", roots_per_step: int = 6, 
     )
 
 
-def make_road_config(*, max_age_steps: int = 2, max_attempts: int = 3) -> CoordinatorConfig:
+def make_road_config(*, max_age_steps: int = 2, max_attempts: int = 3, lockstep: bool = False) -> CoordinatorConfig:
     return CoordinatorConfig(
+        lockstep=lockstep,
         max_age_steps=max_age_steps,
         soft_age_steps=min(1, max_age_steps),
         lease_deadline_s=30.0,
@@ -182,8 +183,8 @@ class World:
 
     def consume(self, verdict: GroupVerdict = GroupVerdict.TRAINED) -> bool:
         """One step, when there is a batch."""
-        batch = self.coordinator.next_batch(wanted_roots=FAR)
-        if not batch:
+        batch = self.coordinator.next_batch(version=self.step, wanted_roots=FAR)
+        if batch is None:
             return False
         self.oldest_age = max([self.oldest_age, *(self.step - self.sampled_at[lease_id] for lease_id in batch)])
         self.step += 1
@@ -216,7 +217,7 @@ class World:
         self.settle()
         self.check_ledger()
         on_shelf = {slot.group_id for slot in self.coordinator.slots if slot.state is SlotState.SHELVED}
-        assert on_shelf == set(ids), "a group of the ledger's shelf is lost"
+        assert on_shelf | set(self.coordinator.early.shelved) == set(ids), "a group of the ledger's shelf is lost"
 
     # ---- invariants ----------------------------------------------------------------------------------------------
 
@@ -255,15 +256,17 @@ class World:
         self._check_rounds()
         bases = [parsed.base for _, batch in self.trained for x in batch if (parsed := parse_lease_id(x)) is not None]
         assert len(bases) == len(set(bases)), "a tree was trained twice"
-        ledger = self.ledger.counts()
-        assert (ledger.live, ledger.shelved) == (counts.live - counts.shelved, counts.shelved)
+        ledger, early = self.ledger.counts(), self.coordinator.early
+        assert ledger.live == counts.live - counts.shelved + len(early.live)
+        assert ledger.shelved == counts.shelved + len(early.shelved)
         assert ledger.consumed == len(bases)
         return counts
 
     def check_ledger(self) -> None:
         """The ids themselves, which cost more to look at than their number."""
         waiting = [slot for slot in self.coordinator.slots if slot.attempt >= 0 and slot.state is not SlotState.SHELVED]
-        assert {lease.lease_id for lease in self.ledger.live()} == {slot.lease_id for slot in waiting}
+        known = {slot.lease_id for slot in waiting} | set(self.coordinator.early.live)
+        assert {lease.lease_id for lease in self.ledger.live()} == known
 
     def _check_rounds(self) -> None:
         for slot in self.coordinator.slots:

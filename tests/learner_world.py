@@ -21,7 +21,7 @@ from tests.builders import group_from_spec, spec
 from tests.fleet_world import bare_prefix
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
-from trace_async.core.packing import RowBatch
+from trace_async.core.packing import Minibatch
 from trace_async.core.types import (
     ActorStatus,
     Adapter,
@@ -101,17 +101,18 @@ class FakeTrainer:
     def __init__(self, events: list[str], fuse: Fuse) -> None:
         self.version = 0
         self.weights: list[int] = []
-        self.rows: list[list[RowBatch]] = []
+        self.minibatches: list[list[Minibatch]] = []  # by step
         self.events = events
         self.fuse = fuse
         self.on_step: Callable[[], None] = lambda: None
 
-    def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
+    def step(self, minibatches: Sequence[Minibatch]) -> Mapping[str, float]:
         self.on_step()
         self.fuse.burn()
-        groups = [int(token) for batch in batches for token in np.unique(batch.token_ids[batch.loss_mask])]
+        batches = [batch for part in minibatches for batch in part.rows]
+        groups = [int(token) for batch in batches for token in np.unique(batch.token_ids[batch.scored])]
         self.weights += sorted(set(groups))
-        self.rows.append(list(batches))
+        self.minibatches.append(list(minibatches))
         self.version += 1
         self.events.append(f"step {self.version}")
         self.fuse.burn()
@@ -418,6 +419,7 @@ class LearnerWorld:
     fuse: Fuse = field(default_factory=Fuse)
     worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
     server: WeightServer | None = None
+    told: Json = field(default_factory=lambda: {"run": {"name": "test"}})  # the resolved configuration
     make_predictor: Callable[[], Predictor] = lambda: make_predictor("beta", {}, seed=5, text_of=str)
 
     def __post_init__(self) -> None:
@@ -463,7 +465,7 @@ class LearnerWorld:
             canary_prompts=(np.array([5, 6, 7], np.int32),),
             keep_versions=3,
             drain_s=5.0,
-            told_to_actors={"run": {"name": "test"}},
+            told_to_actors=self.told,
         )
         return Learner(parts, setup=setup, folder=self.folder, clock=clock, wall_clock=lambda: 0.0)
 
@@ -476,13 +478,15 @@ class LearnerWorld:
         with Ledger(self.folder.ledger) as ledger:
             await self.make_learner(ledger).run()
 
-    async def train_and_kill(self, after_s: float, *, after_effects: int | None = None) -> None:
+    async def train_and_kill(
+        self, after_s: float, *, after_effects: int | None = None, ledger: type[Ledger] = Ledger
+    ) -> None:
         """One learner that is killed after that time, or at that effect, unless it has ended before."""
         self.fuse.effects_left = after_effects
-        with Ledger(self.folder.ledger) as ledger:
+        with ledger(self.folder.ledger) as opened:
             try:
                 async with asyncio.timeout(after_s):
-                    await self.make_learner(ledger).run()
+                    await self.make_learner(opened).run()
             except* (TimeoutError, Killed):
                 pass
         self.fuse.effects_left = None

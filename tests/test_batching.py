@@ -47,7 +47,11 @@ def test_a_fresh_turn_under_an_old_one_still_trains() -> None:
     batch = make_batch([group_from_spec([chain(1.0), chain(0.0)])], rule=RULE, version=4, epoch=1)
 
     assert batch.verdicts == [GroupVerdict.TRAINED]
-    assert [row.depth.tolist() for row in batch.rows] == [[2, 2]]
+    (part,) = batch.minibatches
+    assert part.turns.depth[part.turns.trained].tolist() == [2, 2]
+    (row,) = part.rows
+    assert sorted(set(part.turns.turn[row.token_index[row.scored]].tolist())) == [1, 3]
+    assert part.turns.depth[[1, 3]].tolist() == [2, 2]
 
 
 def test_the_denominator_does_not_depend_on_what_is_masked() -> None:
@@ -56,8 +60,10 @@ def test_the_denominator_does_not_depend_on_what_is_masked() -> None:
     fresh = make_batch(groups, rule=RULE, version=0, epoch=1)
     old = make_batch(groups, rule=RULE, version=9, epoch=1)
 
-    assert old.rows == []
-    assert fresh.denominator == old.denominator == pytest.approx(8.0)  # 2 groups x 2 turns deep x 2 tokens, mass 1
+    (before,), (after,) = fresh.minibatches, old.minibatches
+    assert after.rows == []
+    assert before.denominators == after.denominators
+    assert before.denominators.tokens == pytest.approx(8.0)  # 2 groups x 2 turns deep x 2 tokens, mass 1
 
 
 def test_a_group_of_an_earlier_epoch_is_judged_by_the_distance_of_versions() -> None:
@@ -77,7 +83,8 @@ def test_a_turn_from_the_future_of_the_same_epoch_ends_the_run() -> None:
 def test_a_model_that_packed_trees_would_change_gets_path_rows(packs_trees: bool) -> None:
     rule = replace(RULE, packs_trees=packs_trees)
     batch = make_batch([chain_group((1.0, 0.0))], rule=rule, version=0, epoch=1)
-    assert [isinstance(row, TreeBatch) for row in batch.rows] == [packs_trees]
+    (part,) = batch.minibatches
+    assert [isinstance(row, TreeBatch) for row in part.rows] == [packs_trees]
 
 
 def test_stamps_of_discarded_weights_count_as_the_present_ones_and_others_stay() -> None:

@@ -282,11 +282,11 @@ def test_a_step_takes_less_than_a_round_when_no_more_can_come() -> None:
     for lease_id in others:
         world.finish("a", lease_id)
         world.ship("a", lease_id)
-    assert world.coordinator.next_batch(wanted_roots=FAR) == []
+    assert world.coordinator.next_batch(version=world.step, wanted_roots=FAR) is None
 
     world.give_back("a", [lost])
 
-    assert world.coordinator.next_batch(wanted_roots=FAR) == others
+    assert world.coordinator.next_batch(version=world.step, wanted_roots=FAR) == others
 
 
 def test_the_oldest_groups_are_consumed_first_whatever_order_they_came_in() -> None:
@@ -296,7 +296,7 @@ def test_the_oldest_groups_are_consumed_first_whatever_order_they_came_in() -> N
         world.finish("a", lease_id)
         world.ship("a", lease_id)
 
-    batch = world.coordinator.next_batch(wanted_roots=FAR)
+    batch = world.coordinator.next_batch(version=world.step, wanted_roots=FAR) or []
 
     assert batch == order[: len(batch)]
     assert sum(world.leases[lease_id].budget.roots for lease_id in batch) == 6
@@ -322,7 +322,7 @@ def test_a_restart_consumes_again_what_the_lost_weights_had_learned_from() -> No
     world.restart()
 
     assert world.trained == []
-    assert world.coordinator.next_batch(wanted_roots=FAR) == batch
+    assert world.coordinator.next_batch(version=world.step, wanted_roots=FAR) == batch
 
 
 def test_a_restart_that_brings_back_less_than_a_batch_does_not_wait_for_leases_that_may_not_start() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.builders import chain_group, group_from_spec, random_group, spec
 from trace_async.core.types import NodeState
 from trace_async.learning.costs import Costs
+from trace_async.learning.saving import success_since
 
 
 def test_a_chain_costs_what_it_says() -> None:
@@ -46,6 +47,18 @@ def test_a_rollout_that_failed_is_paid_for_but_is_no_measure_of_length() -> None
 def test_before_the_first_outcome_nobody_knows_how_long_a_rollout_is() -> None:
     assert math.isnan(Costs().rollout_equivalents)
     assert math.isnan(Costs().after([group_from_spec([spec(failed=True)])]).rollout_equivalents)
+
+
+def test_successes_are_those_of_root_rollouts_on_their_own_chains() -> None:
+    tail = spec(spec(outcome=0.0), spec(outcome=1.0))  # the continuation, which succeeds, is nobody's own chain
+    costs = Costs().after(
+        [group_from_spec([spec(tail), spec(outcome=1.0), spec(failed=True)]), chain_group((1.0, 0.0))]
+    )
+
+    assert (costs.chains, costs.successes) == (4, 2)
+    assert success_since(Costs(), costs) == 0.5
+    assert success_since(costs, costs.after([chain_group((1.0,))])) == 1.0
+    assert math.isnan(success_since(costs, costs))
 
 
 def test_wall_time_is_not_a_matter_of_groups() -> None:

@@ -75,6 +75,7 @@ class Scene:
     world: World = field(default_factory=World)
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     scorer: TableScorer = field(default_factory=TableScorer)
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         for fake in (self.world, self.engine, self.scorer):
@@ -100,6 +101,7 @@ class Scene:
             scorer=self.scorer,
             score_deadline_s=20.0,
             max_turns=MAX_TURNS,
+            in_order=self.in_order,
         )
 
     async def grow(self, lease: Lease) -> TurnTree:
@@ -212,6 +214,31 @@ def test_what_a_node_samples_depends_on_its_path_and_not_on_when_it_was_played(k
                 met += path in known
                 assert known.setdefault(path, tokens) == tokens, f"seed {seed} path {path}"
         assert met > 10
+
+
+@pytest.mark.parametrize("kind", sorted(ENVIRONMENTS))
+@pytest.mark.parametrize("method", ["scatter", "trace", "random", "arpo"])
+def test_in_order_the_same_tree_grows_whatever_takes_how_long(kind: str, method: str) -> None:
+    def grown(seed: int, order: int, *, in_order: bool) -> list[object]:
+        scene = Scene(
+            environment=ENVIRONMENTS[kind],
+            allocator=allocator_named(method, seed),
+            latency=pareto((seed, order), longest_s=15.0),
+            in_order=in_order,
+        )
+        tree = virtual_time.run(scene.grow(lease_of(seed=seed)))
+        check_finished(tree, scene)
+        return [
+            (node.parent, node.grown_by, node.state, node.turn.action_ids.tolist() if node.turn is not None else None)
+            for node in tree.nodes[1:]
+        ]
+
+    free = set()
+    for seed in range(4):
+        first, *others = [grown(seed, order, in_order=True) for order in range(3)]
+        assert others == [first, first], f"seed {seed}"
+        free |= {(seed, str(grown(seed, order, in_order=False))) for order in range(3)}
+    assert len(free) > 4, "without it timing decides, or these latencies test nothing"
 
 
 def test_sampling_and_environment_seeds_are_the_hashes_of_the_path() -> None:

@@ -224,7 +224,8 @@ def test_age_is_judged_when_a_group_is_consumed_and_over_age_groups_are_counted_
 
     ages = [row["staleness/age_max"] for row in world.rows.rows]
     assert ages[:3] == [0, 1, 2]
-    verdicts = [[int(v) for batch in rows for v in batch.verdict] for rows in world.trainer.rows]
+    tables = [[part.turns for part in step] for step in world.trainer.minibatches]
+    verdicts = [[int(v) for table in step for v in table.verdict[table.trained]] for step in tables]
     assert [set(of_step) for of_step in verdicts] == [{0}, {0}, {1}, set()]
     assert [row["groups/stale_total"] for row in world.rows.rows] == [0, 0, 0, 2]
     assert world.rows.rows[3]["staleness/over_age_share"] == 1.0

@@ -83,7 +83,7 @@ def test_every_consumed_group_is_observed_once_also_over_a_crash(tmp_path: Path)
     world.make_predictor = NotingPredictor
     run(world.train_and_kill(60.0, after_effects=20))
     kept = len(world.store.predictors)
-    assert 2 < len(world.trainer.rows) < 6
+    assert 2 < len(world.trainer.minibatches) < 6
     run(world.train())
     (resumed, *_, last) = (list(parameters["seen"]) for parameters in world.store.predictors[kept:])
     assert resumed
@@ -107,7 +107,7 @@ def test_a_learned_predictor_goes_on_to_the_bit_after_a_kill(tmp_path: Path) -> 
     whole, killed = worlds
     run(whole.train())
     run(killed.train_and_kill(60.0, after_effects=18))
-    assert 2 < len(killed.trainer.rows) < 5
+    assert 2 < len(killed.trainer.minibatches) < 5
     run(killed.train())
     assert killed.trainer.weights == whole.trainer.weights
     assert killed.store.predictors[-1] == whole.store.predictors[-1]

@@ -11,7 +11,7 @@ REPO = Path(__file__).parent.parent
 SOURCES = (
     *("learning/measures.py", "learning/costs.py", "learning/honesty.py", "learning/train_loop.py"),
     "learning/spread.py",
-    *("trainer.py", "metrics.py", "methods/objective.py"),
+    *("trainer.py", "metrics.py", "methods/objectives/measures.py"),
 )
 STAGES = (
     *("training", "timing_s", "rollout", "critic", "predictor", "allocation", "engine", "wire", "groups", "permits"),

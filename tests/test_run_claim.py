@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
 
-from trace_async.app.run_claim import claim
+from trace_async.app.run_claim import claim, sole_learner
 from trace_async.config import Config, LearnerConfig, RunConfig
 from trace_async.config_load import load_saved_config
 from trace_async.errors import ConfigError, UserError
+from trace_async.run_folder import RunFolder
 
 SAID: list[str] = []
 """What the last claims said."""
@@ -65,6 +67,7 @@ def test_a_resumed_run_keeps_its_folder_and_may_train_for_longer(tmp_path: Path)
     with claim(config(tmp_path, max_steps=100), resume=True, say=SAID.append) as folder:
         assert folder.metrics.exists()
         assert load_saved_config(folder.config).learner.max_steps == 100
+    assert SAID[-1] == "learner.max_steps is 100 from here on, it was 60"
 
 
 def test_a_resumed_run_cannot_change_what_it_hangs_on(tmp_path: Path) -> None:
@@ -72,9 +75,13 @@ def test_a_resumed_run_cannot_change_what_it_hangs_on(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=r"run\.seed is 1, but the run .* began with 0"):
         claim(config(tmp_path, seed=1), resume=True, say=SAID.append).__enter__()
-    other = dataclasses.replace(config(tmp_path), learner=LearnerConfig(lora_alpha=2.0))
-    with pytest.raises(ConfigError, match=r"learner\.lora_alpha is 2\.0, but the run .* began with 32\.0"):
+    other = dataclasses.replace(config(tmp_path, seed=1), learner=LearnerConfig(lora_alpha=2.0, learning_rate=1.0))
+    with pytest.raises(ConfigError) as refused:
         claim(other, resume=True, say=SAID.append).__enter__()
+    seed, alpha, cure = str(refused.value).splitlines()
+    assert seed.startswith("run.seed is 1, but the run")
+    assert alpha.startswith("learner.lora_alpha is 2.0, but the run")
+    assert cure == "set it back, or start a new run in another folder"
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
@@ -87,3 +94,18 @@ def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     bad = dataclasses.replace(config(tmp_path), run=RunConfig(dir=str(tmp_path / "file" / "x")))
     with pytest.raises(UserError, match="cannot be written"):
         claim(bad, resume=False, say=SAID.append).__enter__()
+
+
+def test_a_learner_waits_for_one_that_is_about_to_end_and_refuses_to_work_beside_one_that_is_not(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    first = sole_learner(folder)
+    first.__enter__()
+    with pytest.raises(UserError, match=r"another learner has worked on .* for 0\.3 s; stop it first"):
+        sole_learner(folder, patience_s=0.3).__enter__()
+    end = threading.Timer(0.3, first.__exit__, (None, None, None))
+    end.start()
+
+    with sole_learner(folder, patience_s=30.0):
+        end.join()

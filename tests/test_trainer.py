@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.trainer_kit import OPEN_OBJECTIVE, Layout, decoder, items, slow_loss
+from tests.trainer_kit import OPEN_OBJECTIVE, Layout, decoder, items, minibatch, slow_loss
 from trace_async.config import LearnerConfig, ObjectiveConfig
-from trace_async.core.packing import denominator, pack
+from trace_async.core.packing import denominators, pack
 from trace_async.core.tree_packing import pack_trees
 from trace_async.errors import PolicyError
 from trace_async.policies.tiny import save_policy, tiny_model, tiny_tokenizer
@@ -35,15 +34,17 @@ def make_trainer(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("layout", [pack, pack_trees, partial(pack_trees, max_tree_tokens=40)])
+@pytest.mark.parametrize(("layout", "bound"), [(pack, 128), (pack_trees, 128), (pack_trees, 40)])
 def test_one_step_moves_along_the_gradient_of_every_turn_taken_alone(
-    policy_path: Path, temperature: float, layout: Layout
+    policy_path: Path, temperature: float, layout: Layout, bound: int
 ) -> None:
     batch = items(1)
     trainer = make_trainer(policy_path, temperature=temperature)
     oracle = LlamaForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
-    torch.stack([slow_loss(oracle, item, temperature) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
-    metrics = trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
+    torch.stack([slow_loss(oracle, item, temperature) for item in batch]).sum().div(
+        denominators(batch).tokens
+    ).backward()  # type: ignore[no-untyped-call]
+    metrics = trainer.step([minibatch(batch, layout=layout, micro_batch_tokens=bound)])
     expected = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
     found = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-7)
@@ -56,9 +57,8 @@ def test_the_size_of_micro_batches_changes_nothing(policy_path: Path) -> None:
     results = []
     for micro_batch_tokens in (64, 100_000):
         trainer = make_trainer(policy_path, objective=ObjectiveConfig())
-        rows = pack_trees(batch, pad_id=0, micro_batch_tokens=micro_batch_tokens)
-        metrics = trainer.step(rows, denominator=denominator(batch))
-        results.append((len(rows), metrics))
+        part = minibatch(batch, layout=pack_trees, micro_batch_tokens=micro_batch_tokens)
+        results.append((len(part.rows), trainer.step([part])))
     (many, first), (few, second) = results
     assert many > few
     for key in ("actor/grad_norm", "actor/pg_loss", "objective/kl_k3", "objective/ess_ratio", "actor/loss_tokens"):
@@ -69,7 +69,7 @@ def test_a_resumed_trainer_goes_on_to_the_bit(policy_path: Path, tmp_path: Path)
     whole = make_trainer(policy_path)
     for seed in range(4):
         batch = items(seed)
-        whole.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+        whole.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
         if seed == 1:
             whole.save(tmp_path)
     resumed = make_trainer(policy_path)
@@ -77,7 +77,7 @@ def test_a_resumed_trainer_goes_on_to_the_bit(policy_path: Path, tmp_path: Path)
     assert resumed.version == 2
     for seed in (2, 3):
         batch = items(seed)
-        resumed.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+        resumed.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(policy_path: Pa
         next(trainer.model.parameters())[:] = math.inf
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     batch = items(5)
-    metrics = trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    metrics = trainer.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     assert metrics["actor/skipped_steps"] == 1
     assert not math.isfinite(metrics["actor/grad_norm"])
     for name, tensor in trainer.model.state_dict().items():
@@ -98,14 +98,14 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(policy_path: Pa
 def test_the_learning_rate_falls_linearly_to_its_share_at_the_last_step(policy_path: Path) -> None:
     learner = LearnerConfig(learning_rate=1e-2, decay_to=0.2, max_steps=4, warmup_steps=2)
     trainer = Trainer(policy_path, learner=learner, objective=OPEN_OBJECTIVE, temperature=1.0, seed=0)
-    rates = [trainer.step([], denominator=1.0)["actor/lr"] for _ in range(6)]
+    rates = [trainer.step([])["actor/lr"] for _ in range(6)]
     assert rates == pytest.approx([5e-3, 8e-3, 6e-3, 4e-3, 2e-3, 2e-3])
 
 
 def test_a_step_without_rows_keeps_the_weights_and_counts_the_version(policy_path: Path) -> None:
     trainer = make_trainer(policy_path)
     before = next(trainer.model.parameters()).clone()
-    metrics = trainer.step([], denominator=1.0)
+    metrics = trainer.step([])
     assert trainer.version == 1
     assert torch.equal(before, next(trainer.model.parameters()))
     assert "actor/grad_norm" not in metrics
@@ -114,7 +114,7 @@ def test_a_step_without_rows_keeps_the_weights_and_counts_the_version(policy_pat
 def test_an_exported_policy_is_a_standard_transformers_folder(policy_path: Path, tmp_path: Path) -> None:
     trainer = make_trainer(policy_path)
     batch = items(6)
-    trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    trainer.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     trainer.export(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for name, tensor in trainer.model.state_dict().items():
@@ -150,9 +150,10 @@ def test_any_decoder_is_trained_on_the_distribution_that_a_plain_forward_pass_gi
     assert trainer.packs_trees == packs_trees
     batch = items(1)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)  # in evaluation mode
-    torch.stack([slow_loss(oracle, item, 1.0) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
+    expected_loss = torch.stack([slow_loss(oracle, item, 1.0) for item in batch]).sum() / denominators(batch).tokens
+    expected_loss.backward()  # type: ignore[no-untyped-call]
     layout = pack_trees if trainer.packs_trees else pack
-    trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
+    trainer.step([minibatch(batch, layout=layout, micro_batch_tokens=128)])
     expected = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
     found = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()) + 1e-7)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.trainer_kit import OPEN_OBJECTIVE, decoder, items, plain_logprobs
+from tests.trainer_kit import OPEN_OBJECTIVE, decoder, items, minibatch, plain_logprobs
 from trace_async.canary import check_canary
 from trace_async.config import LearnerConfig
-from trace_async.core.packing import denominator, pack
+from trace_async.core.packing import pack
 from trace_async.errors import InvariantError, PolicyError
 from trace_async.trainer import Trainer
 from trace_async.weights import read_weights
@@ -35,7 +35,7 @@ def test_the_canary_is_what_a_plain_model_with_the_published_weights_says(tied: 
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (2, 17, 64)]
     before = trainer.canary(prompts)
     batch = items(1)
-    trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    trainer.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     canary = trainer.canary(prompts)
     trainer.save_weights(tmp_path / "published")
     acting = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -65,7 +65,7 @@ def test_weights_that_have_diverged_are_not_published_as_proven(tmp_path: Path) 
 def test_what_engines_in_bfloat16_would_round_is_published_rounded(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, tied=True, publish_dtype="bfloat16")
     batch = items(1)
-    trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+    trainer.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     trainer.save_weights(tmp_path / "rounded")
     found = read_weights(tmp_path / "rounded", adapter=None, base=tmp_path)
     for name, own in trainer.model.state_dict().items():

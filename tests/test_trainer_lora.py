@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.trainer_kit import COMMON, OPEN_OBJECTIVE, Layout, items, slow_loss
+from tests.trainer_kit import COMMON, OPEN_OBJECTIVE, Layout, items, minibatch, slow_loss
 from trace_async.config import LearnerConfig
-from trace_async.core.packing import denominator, pack
+from trace_async.core.packing import denominators, pack
 from trace_async.core.tree_packing import pack_trees
 from trace_async.core.types import Adapter
 from trace_async.errors import ConfigError, PolicyError
@@ -45,7 +45,7 @@ def make_trainer(policy_path: Path, *, rank: int = RANK, seed: int = 0) -> Train
 
 def train(trainer: Trainer, *, seed: int, layout: Layout = pack_trees) -> None:
     batch = items(seed)
-    trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
+    trainer.step([minibatch(batch, layout=layout, micro_batch_tokens=128)])
 
 
 def stored(trainer: Trainer, path: Path) -> dict[str, torch.Tensor]:
@@ -108,8 +108,9 @@ def test_the_pairs_get_the_gradient_of_every_turn_taken_alone(policy_path: Path,
         return torch.func.functional_call(plain, merged, (ids,))
 
     batch = items(1)
-    torch.stack([slow_loss(oracle, item, 1.0) for item in batch]).sum().div(denominator(batch)).backward()  # type: ignore[no-untyped-call]
-    trainer.step(layout(batch, pad_id=0, micro_batch_tokens=128), denominator=denominator(batch))
+    expected_loss = torch.stack([slow_loss(oracle, item, 1.0) for item in batch]).sum() / denominators(batch).tokens
+    expected_loss.backward()  # type: ignore[no-untyped-call]
+    trainer.step([minibatch(batch, layout=layout, micro_batch_tokens=128)])
     found = {name: parameter.grad for name, parameter in trainer.model.named_parameters() if "lora_" in name}
     for name, pair in pairs.items():
         assert pair.grad is not None

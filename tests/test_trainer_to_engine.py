@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_kit import OPEN_OBJECTIVE, decoder, items, plain_logprobs
+from tests.trainer_kit import OPEN_OBJECTIVE, decoder, items, minibatch, plain_logprobs
 from trace_async.config import EngineConfig, LearnerConfig
-from trace_async.core.packing import denominator, pack
+from trace_async.core.packing import pack
 from trace_async.core.types import Canary, GenerateRequest, Generation
 from trace_async.engines.batched_model import load_model
 from trace_async.engines.local import LocalEngine
@@ -96,7 +96,7 @@ def test_a_trained_version_is_published_fetched_proven_and_sampled_with(kind: Ki
     stale = trainer.canary(PROMPTS)
     batch = items(1)
     for _ in range(3):
-        trainer.step(pack(batch, pad_id=0, micro_batch_tokens=256), denominator=denominator(batch))
+        trainer.step([minibatch(batch, layout=pack, micro_batch_tokens=256)])
     with (
         StagingFolder("actor", root=tmp_path / "staging") as staging,
         Stager(staging, make_stream=no_stream) as stager,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,14 +20,16 @@ from transformers import (
 from tests.builders import random_group
 from trace_async.config import ObjectiveConfig
 from trace_async.core.group import paths, turn_spans
-from trace_async.core.packing import PackItem, RowBatch, pack
+from trace_async.core.packing import Minibatch, PackItem, RowBatch, denominators, first_tokens, pack
+from trace_async.core.rows import scored_turns
 from trace_async.core.staleness import ages, judge_turns
+from trace_async.core.turn_table import make_table
 from trace_async.core.types import FloatArray, Group, IntArray
 from trace_async.methods.credit import sibling_credit
 
 Layout: TypeAlias = Callable[..., list[RowBatch]]
 OPEN_OBJECTIVE = ObjectiveConfig(
-    cap_positive=1e6, cap_negative=1e6, cap_decay=1.0, veto_low=0, veto_high=1e30, veto_token=0
+    cap_positive=1e6, cap_negative=1e6, cap_decay=1.0, veto_low=0, veto_high=1e30, veto_token=0, m2_budget=0
 )
 
 
@@ -39,9 +41,17 @@ def items(seed: int, count: int = 4) -> list[PackItem]:
         credit = sibling_credit(group)
         age = ages(group, trainer_version=6, trainer_epoch=group.epoch)
         item = PackItem(group=group, credit=credit, verdicts=judge_turns(age, soft=50, hard=100), ages=age)
-        if pack([item], pad_id=0, micro_batch_tokens=4096):
+        if scored_turns(item).any():
             made.append(item)
     return made
+
+
+def minibatch(
+    packed: Sequence[PackItem], *, layout: Layout = pack, micro_batch_tokens: int = 4096, **options: int
+) -> Minibatch:
+    """One update's worth of items, all of which have turns to train."""
+    rows = layout(packed, first_tokens=first_tokens(packed), micro_batch_tokens=micro_batch_tokens, **options)
+    return Minibatch(turns=make_table(packed), rows=rows, denominators=denominators(packed))
 
 
 def slow_loss(model: Callable[[torch.Tensor], Any], item: PackItem, temperature: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trace_async.app import commands
 from trace_async.app.supervise import INTERRUPTED, USER_ERROR, ChildFailed, Interrupted
-from trace_async.errors import TraceAsyncError, UserError
+from trace_async.errors import RankError, TraceAsyncError, UserError
 from trace_async.run_folder import RunFolder
 
 _FAILURE = 1
@@ -66,14 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--label", choices=("before", "after"), help="save as RUN/evaluation/LABEL.json; before: the start policy"
     )
 
-    policy = commands_.add_parser("make-policy", help="remake the small policy that ships with the package")
-    policy.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
-    policy.add_argument("--steps", type=int, default=None, help="steps of supervised warm start; default: the recipe's")
-    policy.add_argument("--seed", type=int, default=0)
+    _add_recipe(commands_.add_parser("make-policy", help="remake the small policy that ships with the package"))
 
     getting = commands_.add_parser("get-policy", help="a real small language model as a transformers folder")
     getting.add_argument("name", metavar="NAME", help="smollm2-135m")
     getting.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
+
+    _add_export(commands_.add_parser("export", help="what a run has trained, as a folder for transformers and vLLM"))
 
     _add_server(commands_.add_parser("vllm-server", help="become the vLLM server that one actor of a run samples with"))
 
@@ -105,6 +104,14 @@ def run_command(arguments: argparse.Namespace) -> int:
             return commands.make_policy(arguments.out, steps=arguments.steps, seed=arguments.seed)
         case "get-policy":
             return commands.get_policy(arguments.name, arguments.out)
+        case "export":
+            return commands.export(
+                arguments.source,
+                arguments.out,
+                best=arguments.best,
+                adapter_only=arguments.adapter,
+                dtype=arguments.dtype,
+            )
         case "vllm-server":
             return commands.vllm_server(
                 arguments.config,
@@ -115,6 +122,27 @@ def run_command(arguments: argparse.Namespace) -> int:
             )
         case _:
             return commands.where(arguments.run)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--steps", type=int, default=None, help="steps of supervised warm start; default: the recipe's")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN", help="a run folder, or one of the checkpoints in it")
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--best", action="store_true", help="the run's most successful checkpoint; default: the newest")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--merge", action="store_true", help="the whole policy, low-rank pairs added in; the default")
+    parts.add_argument("--adapter", action="store_true", help="only the low-rank pairs, in the format of peft")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the weights; default: float32",
+    )
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +180,9 @@ def _report(error: Exception) -> int:
     if dead:
         sys.stderr.write(f"trace-async: {dead[0]}\n")
         return USER_ERROR if dead[0].code == USER_ERROR else _FAILURE
+    if lost := [leaf for leaf in leaves if isinstance(leaf, RankError)]:  # everything else follows from it
+        sys.stderr.write(f"trace-async: RankError: {lost[0]}\n")
+        return _FAILURE
     if len(leaves) == 1 and isinstance(leaves[0], TraceAsyncError):
         sys.stderr.write(f"trace-async: {type(leaves[0]).__name__}: {leaves[0]}\n")
         return _FAILURE

@@ -54,6 +54,7 @@ class TreeConfig:
     continuations_per_root: int = 2  # N
     max_roots_per_prompt: int = 8  # root rollouts one tree may get in a round
     max_turns: int = 64  # per rollout, on top of the environment's own limit
+    in_order: bool = False  # one turn of a tree at a time: what grows where does not depend on timing; docs/resume.md
     max_context_tokens: int = 256  # prompt and turns of one path
 
 
@@ -78,6 +79,7 @@ class CoordinatorConfig:
     trust_network: bool = False  # lets the address be one that other machines reach; the road is not encrypted
     max_age_steps: int = 4  # hard bound on a trained turn's age
     soft_age_steps: int = 2  # older turns are trained under a tighter cap
+    lockstep: bool = False  # nothing depends on timing: every turn is trained at age max_age_steps; docs/resume.md
     lease_deadline_s: float = 120.0  # a lease not finished by then is leased again
     max_attempts: int = 3  # issues of one lease before it is rejected
     heartbeat_s: float = 1.0  # how often an actor reports and is told the newest version
@@ -103,7 +105,9 @@ class LearnerConfig:
     max_steps: int = 60  # optimizer steps of the run
     max_sampled_tokens: int = 0  # stop when this many tokens were trained on; 0 = no such limit
     learning_rate: float = 1e-4  # AdamW, reached after the warm-up
-    decay_to: float = 1.0  # share of the learning rate that is left at the last step; falls linearly from the first
+    schedule: str = "linear"  # how it falls from the first step to the last: "constant", "linear" or "cosine"
+    decay_to: float = 1.0  # share of the learning rate that is left at the last step
+    ess_scaled: bool = False  # brake: times sqrt(ESS / turns) of each update, for data that is old; docs/learner.md
     adam_beta1: float = 0.9  # decay of the gradient's mean
     # 0.95 forgets rare large gradients so fast that words which are hardly ever sampled drift upwards
     adam_beta2: float = 0.999  # decay of the gradient's square
@@ -111,11 +115,17 @@ class LearnerConfig:
     weight_decay: float = 0.0  # AdamW's, on matrices
     warmup_steps: int = 0  # steps of linear rise to the learning rate
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    updates_per_step: int = 1  # optimizer updates of one step, each on an equal share of its groups
     micro_batch_tokens: int = 8192  # rows x longest row of one forward pass
+    compute_dtype: str = "float32"  # of the decoder layers; weights, their updates and the output head stay float32
+    activation_checkpointing: bool = False  # keep only each layer's input for the backward pass: less memory, more time
     device: str = "auto"  # as engine.device
-    threads: int = 1  # torch threads of the learner process
+    threads: int = 1  # torch threads of each learner process
+    processes: int = 1  # that share the training, each with a device of its own; under torchrun, as many as it says
+    rank_deadline_s: float = 300.0  # one that lets the others wait longer in the middle of a step has failed
     checkpoint_every_steps: int = 20  # one more is made at the end
-    keep_checkpoints: int = 2  # older ones are deleted
+    keep_checkpoints: int = 2  # newest ones kept, any of which a resumed run can start from; older ones are deleted
+    keep_best: bool = True  # and keep one more: that before which sampled rollouts succeeded most; docs/resume.md
     lora_rank: int = 0  # train and publish low-rank additions of this rank to all linear layers; 0: all weights
     lora_alpha: float = 32.0  # the additions are scaled by lora_alpha / lora_rank
     credit: str = "sibling_shrunk"  # docs/credit.md says what each rule does
@@ -123,12 +133,16 @@ class LearnerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
+    kind: str = "tree_tis"  # docs/objectives.md says what each does
+    options: dict[str, Any] = field(default_factory=dict)  # the kind's own
+    proximal: str = "behaviour"  # what clipped ratios are taken to: "behaviour", "recomputed" or "interpolated"
     cap_positive: float = 5.0  # C0 for advantages > 0
     cap_negative: float = 2.0  # C0 for advantages < 0 at age 0; 1 at any other age
     cap_decay: float = 0.7  # g: C(s) = 1 + (C0 - 1) g^s
     veto_low: float = 0.5  # a turn whose geometric ratio leaves [low, high] gets no loss
     veto_high: float = 2.0  # the upper end of that range
     veto_token: float = 1e-4  # nor one with a token ratio below this
+    m2_budget: float = 0.04  # brake of tree_tis and icepop: furthest tokens lose their gradient; 0: off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

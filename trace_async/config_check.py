@@ -76,8 +76,11 @@ RANGES: dict[str, Range] = {
     "learner.weight_decay": Range(0),
     "learner.warmup_steps": _COUNT_OR_NONE,
     "learner.max_grad_norm": _POSITIVE,
+    "learner.updates_per_step": _COUNT,
     "learner.micro_batch_tokens": _COUNT,
     "learner.threads": _COUNT,
+    "learner.processes": _COUNT,
+    "learner.rank_deadline_s": _POSITIVE,
     "learner.checkpoint_every_steps": _COUNT,
     "learner.keep_checkpoints": _COUNT,
     "learner.lora_rank": _COUNT_OR_NONE,
@@ -88,6 +91,7 @@ RANGES: dict[str, Range] = {
     "objective.veto_low": Range(0, 1, below=True),
     "objective.veto_high": Range(1, above=True),
     "objective.veto_token": Range(0, 1, below=True),
+    "objective.m2_budget": Range(0),
     "evaluation.num_prompts": _COUNT_OR_NONE,
 }
 
@@ -95,6 +99,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.kind": ("local", "vllm", "vllm_server"),
     "engine.dtype": ("float32", "bfloat16"),
     "engine.on_update": ("drain", "continue"),
+    "learner.schedule": ("constant", "linear", "cosine"),
+    "learner.compute_dtype": ("float32", "bfloat16"),
+    "objective.proximal": ("behaviour", "recomputed", "interpolated"),
 }
 
 MAY_BE_EMPTY = ("engine.server_url", "publication.directory", "publication.address")
@@ -110,6 +117,7 @@ def find_problems(config: Config) -> list[tuple[str, str]]:
         *_check_road(config),
         *_check_sizes(config),
         *_check_server(config),
+        *_check_training(config),
     ]
 
 
@@ -220,6 +228,29 @@ def _check_sizes(config: Config) -> Iterator[tuple[str, str]]:
         )
     if not (config.evaluation.greedy or config.evaluation.sampled):
         yield "evaluation.sampled", "is false and so is evaluation.greedy: nothing would be measured; set one to true"
+
+
+def _check_training(config: Config) -> Iterator[tuple[str, str]]:
+    learner = config.learner
+    if learner.schedule == "constant" and learner.decay_to != 1.0:
+        yield (
+            "learner.decay_to",
+            f"is {learner.decay_to:g}, but learner.schedule = 'constant' never falls; remove it, or use 'linear' or "
+            "'cosine'",
+        )
+    if learner.compute_dtype != "float32" and config.engine.dtype == "float32":
+        yield (
+            "learner.compute_dtype",
+            f"is {learner.compute_dtype!r}, but engine.dtype = 'float32': what rounding does would look like a policy "
+            "that has moved, and no engine could prove that it has the learner's weights; set engine.dtype = "
+            f"{learner.compute_dtype!r} too",
+        )
+    if learner.processes > 1 and learner.device not in ("auto", "cpu", "cuda"):
+        yield (
+            "learner.device",
+            f"is {learner.device!r}, but learner.processes = {learner.processes} need a device each; set it to auto, "
+            "cuda (each process takes one of the machine's) or cpu",
+        )
 
 
 def _check_server(config: Config) -> Iterator[tuple[str, str]]:

@@ -58,8 +58,10 @@ def from_json(data: Table, *, source: str = "configuration") -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes the resolved configuration as JSON."""
-    path.write_text(json.dumps(to_json(config), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes the resolved configuration as JSON, in one piece."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(to_json(config), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    aside.replace(path)
 
 
 def load_saved_config(path: Path) -> Config:

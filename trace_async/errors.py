@@ -11,6 +11,7 @@
     │   │   └── EnvironmentTimeout   ... by missing its deadline
     │   └── PredictorError     no score could be had
     ├── WireError              frames that are not what the schema says; the sender is told, the frames are dropped
+    ├── RankError              a process that trains along with this one was lost; ends the run
     └── InvariantError         a promise of the design does not hold; ends the run with the ids
 
 `Recoverable` is caught in one place (`expansion.py`) and becomes a FAILED node. Everything else crosses its
@@ -60,6 +61,10 @@ class PredictorError(Recoverable):
 
 class WireError(TraceAsyncError):
     """Frames that do not follow the schema."""
+
+
+class RankError(TraceAsyncError):
+    """A process that trains along with this one was lost."""
 
 
 class InvariantError(TraceAsyncError):

@@ -8,6 +8,7 @@
     RUN/ledger.sqlite     states of leases and groups
     RUN/versions/         published policy versions, unless publication.directory is another folder
     RUN/checkpoints/      what a resumed run starts from
+    RUN/lock              held by the one supervisor; learner.lock by the one learner
     RUN/policy/           the trained policy, a transformers folder
     RUN/evaluation/       before.json, after.json
     RUN/logs/             learner.log, actor-0.log, ...
@@ -46,6 +47,10 @@ class RunFolder:
     @property
     def lock(self) -> Path:
         return self.root / "lock"
+
+    @property
+    def learner_lock(self) -> Path:
+        return self.root / "learner.lock"
 
     @property
     def metrics(self) -> Path:

@@ -1,4 +1,4 @@
-"""Low-rank additions to a model that is trained: put in by peft, stored in peft's naming, merged without touching it.
+"""Low-rank additions to a model that is trained: put in by peft, stored in peft's naming.
 
 Invariants
     - Every linear layer but the output head has a pair A [rank, in], B [out, rank]; only pairs are trained. B starts at
@@ -21,7 +21,7 @@ from trace_async.core.types import Adapter
 from trace_async.errors import ConfigError, PolicyError
 from trace_async.weights import HIGH, LOW, PREFIX, check_names, find_aliases, read_folder, with_aliases
 
-_NAME, _WRAPPED = "default", ".base_layer."
+_NAME = "default"
 
 
 def add_pairs(model: Any, *, adapter: Adapter) -> None:
@@ -54,19 +54,6 @@ def pairs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         found[f"{PREFIX}{name}{LOW}"] = layer.lora_A[_NAME].weight
         found[f"{PREFIX}{name}{HIGH}"] = layer.lora_B[_NAME].weight
     return found
-
-
-@torch.no_grad()
-def merged_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of the plain model that computes the same: merged weights are new tensors, the others the model's."""
-    state = {
-        name.replace(_WRAPPED, "."): tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_A." not in name and ".lora_B." not in name
-    }
-    for name, layer in _layers(model):
-        state[f"{name}.weight"] = state[f"{name}.weight"] + layer.get_delta_weight(_NAME)
-    return state
 
 
 def check_folder(model: torch.nn.Module, folder: Path) -> None:

@@ -56,7 +56,7 @@ def read_weights(path: Path, *, adapter: Adapter | None, base: Path) -> dict[str
     stored = _read(path)
     tensors = stored.tensors
     if adapter is not None:
-        tensors = _merged(read_folder(base), pairs=tensors, adapter=adapter, path=path)
+        tensors = merge_pairs(read_folder(base), pairs=tensors, adapter=adapter, path=path)
     elif any(name.endswith(LOW) for name in tensors):
         raise PolicyError(f"{path} holds low-rank additions, but its version was not announced as an adapter")
     return with_aliases(tensors, stored.aliases)
@@ -91,6 +91,34 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if kept != name and tensor.numel():
             aliases[name] = kept
     return aliases
+
+
+def merge_pairs(
+    tensors: dict[str, torch.Tensor], *, pairs: Mapping[str, torch.Tensor], adapter: Adapter, path: Path
+) -> dict[str, torch.Tensor]:
+    """W + alpha / rank B A for every pair, in float32; the other tensors as they are.
+
+    `tensors` are a policy folder's, `path` is where the pairs are from. Raises PolicyError where they do not fit.
+    """
+    modules = {name.removeprefix(PREFIX).removesuffix(LOW) for name in pairs if name.endswith(LOW)}
+    expected = {f"{PREFIX}{module}{part}" for module in modules for part in (LOW, HIGH)}
+    if not modules or expected != pairs.keys():
+        raise PolicyError(
+            f"{path} does not hold pairs of {LOW[1:]} and {HIGH[1:]}: {sorted(expected ^ pairs.keys())[:3]}"
+        )
+    for module in sorted(modules):
+        low, high = pairs[f"{PREFIX}{module}{LOW}"], pairs[f"{PREFIX}{module}{HIGH}"]
+        name = f"{module}.weight"
+        weight = tensors.get(name)
+        fits = weight is not None and weight.shape == (high.shape[0], low.shape[-1])
+        if weight is None or not fits or low.shape[0] != adapter.rank or high.shape[1:] != (adapter.rank,):
+            raise PolicyError(
+                f"{path}: {[*high.shape]} x {[*low.shape]} of rank {adapter.rank} cannot be added to {name} "
+                f"{'(not there)' if weight is None else [*weight.shape]} of the start policy; "
+                "actors must have the same policy.path as the learner"
+            )
+        tensors[name] = torch.addmm(weight.float(), high.float(), low.float(), alpha=adapter.alpha / adapter.rank)
+    return tensors
 
 
 def with_aliases(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -149,28 +177,3 @@ def _read(path: Path) -> _Stored:
     except Exception as error:  # safetensors raises errors of its own, and OSError for what is no file
         raise PolicyError(f"{path} cannot be read as safetensors: {error}") from error
     return _Stored(tensors, aliases)
-
-
-def _merged(
-    tensors: dict[str, torch.Tensor], *, pairs: Mapping[str, torch.Tensor], adapter: Adapter, path: Path
-) -> dict[str, torch.Tensor]:
-    """W + alpha / rank B A for every pair, in float32; the other tensors as they are."""
-    modules = {name.removeprefix(PREFIX).removesuffix(LOW) for name in pairs if name.endswith(LOW)}
-    expected = {f"{PREFIX}{module}{part}" for module in modules for part in (LOW, HIGH)}
-    if not modules or expected != pairs.keys():
-        raise PolicyError(
-            f"{path} does not hold pairs of {LOW[1:]} and {HIGH[1:]}: {sorted(expected ^ pairs.keys())[:3]}"
-        )
-    for module in sorted(modules):
-        low, high = pairs[f"{PREFIX}{module}{LOW}"], pairs[f"{PREFIX}{module}{HIGH}"]
-        name = f"{module}.weight"
-        weight = tensors.get(name)
-        fits = weight is not None and weight.shape == (high.shape[0], low.shape[-1])
-        if weight is None or not fits or low.shape[0] != adapter.rank or high.shape[1:] != (adapter.rank,):
-            raise PolicyError(
-                f"{path}: {[*high.shape]} x {[*low.shape]} of rank {adapter.rank} cannot be added to {name} "
-                f"{'(not there)' if weight is None else [*weight.shape]} of the start policy; "
-                "actors must have the same policy.path as the learner"
-            )
-        tensors[name] = torch.addmm(weight.float(), high.float(), low.float(), alpha=adapter.alpha / adapter.rank)
-    return tensors

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.builders import group_from_spec, random_group, spec
 from tests.oracles import TrainedTurn, is_trainable, num_tips, trained_turns, turn_tokens
-from trace_async.core.packing import PackItem, RowBatch, denominator, pack
+from trace_async.core.packing import PackItem, RowBatch, denominators, first_tokens, pack
+from trace_async.core.turn_table import TurnTable, make_table
 from trace_async.core.types import Group, NodeState, TurnCredit, Verdict
 from trace_async.errors import ConfigError, InvariantError
 
@@ -49,62 +50,84 @@ def random_items(seed: int) -> list[PackItem]:
     return [random_item(rng, number) for number in range(int(rng.integers(0, 4)))]
 
 
-def read_back(batch: RowBatch) -> list[TrainedTurn]:
+def rows_of(items: list[PackItem], *, bound: int = 1000) -> list[RowBatch]:
+    return pack(items, first_tokens=first_tokens(items), pad_id=PAD, micro_batch_tokens=bound)
+
+
+def told_by(table: TurnTable, j: int, *, context: list[int], action: list[int]) -> TrainedTurn:
+    """What is packed of turn j of the table, whose tokens stand behind `context`."""
+    first = int(table.token_start[j])
+    return TrainedTurn(
+        tuple(context),
+        tuple(action),
+        tuple(table.behaviour_logprobs[first : first + len(action)].tolist()),
+        float(table.advantage[j]),
+        float(table.mass[j]),
+        int(table.age[j]),
+        int(table.verdict[j]),
+        int(table.depth[j]),
+    )
+
+
+def columns_of(table: TurnTable, batch: RowBatch) -> list[tuple[int, int, list[int]]]:
+    """Turn, row and columns of each turn in the batch, by the places of its tokens in the table."""
+    rows, columns = np.nonzero(batch.token_index >= 0)
+    turns = table.turn[batch.token_index[rows, columns]]
+    found = []
+    for j in sorted(set(turns.tolist())):
+        (row,) = set(rows[turns == j].tolist())
+        own = columns[turns == j].tolist()
+        assert own == list(range(own[0], own[-1] + 1))
+        places = batch.token_index[row, own].tolist()
+        assert places == list(range(int(table.token_start[j]), int(table.token_start[j] + table.tokens[j])))
+        found.append((j, row, own))
+    return found
+
+
+def read_back(table: TurnTable, batch: RowBatch) -> list[TrainedTurn]:
     """What the batch says about each of its turns, read position by position."""
     found = []
-    for j in range(batch.advantage.size):
-        rows, columns = np.nonzero(batch.turn_index == j)
-        (row,) = set(rows.tolist())
-        first, last = int(columns[0]), int(columns[-1])
-        assert columns.tolist() == list(range(first, last + 1))
-        assert batch.turn_tokens[j] == last + 1 - first
-        assert batch.loss_mask[row, first : last + 1].all()
-        assert batch.attention_mask[row, : last + 1].all()
-        found.append(
-            TrainedTurn(
-                tuple(batch.token_ids[row, :first].tolist()),
-                tuple(batch.token_ids[row, first : last + 1].tolist()),
-                tuple(batch.behaviour_logprobs[row, first : last + 1].tolist()),
-                float(batch.advantage[j]),
-                float(batch.mass[j]),
-                int(batch.age[j]),
-                int(batch.verdict[j]),
-                int(batch.depth[j]),
-            )
-        )
+    for j, row, own in columns_of(table, batch):
+        assert table.tokens[j] == len(own)
+        assert table.scored[j]
+        assert batch.scored[row, own].all()
+        assert batch.attention_mask[row, : own[-1] + 1].all()
+        context, action = batch.token_ids[row, : own[0]].tolist(), batch.token_ids[row, own].tolist()
+        found.append(told_by(table, j, context=context, action=action))
     return found
 
 
 @given(SEEDS, st.integers(64, 400))
 def test_the_batches_say_what_a_slow_walk_over_the_turns_says(seed: int, bound: int) -> None:
     items = random_items(seed)
-    batches = pack(items, pad_id=PAD, micro_batch_tokens=bound)
-    packed = [turn for batch in batches for turn in read_back(batch)]
+    table = make_table(items)
+    packed = [turn for batch in rows_of(items, bound=bound) for turn in read_back(table, batch)]
     assert sorted(packed) == sorted(turn for item in items for turn in trained_turns(item))
 
 
 @given(SEEDS, st.integers(64, 400))
 def test_loss_is_on_for_exactly_the_kept_tokens_and_never_on_the_first(seed: int, bound: int) -> None:
     items = random_items(seed)
-    batches = pack(items, pad_id=PAD, micro_batch_tokens=bound)
+    batches = rows_of(items, bound=bound)
     kept = sum(
         len(turn_tokens(item.group, turn).action)
         for item in items
         for turn in range(item.group.num_turns)
         if is_trainable(item, turn)
     )
-    assert sum(int(batch.loss_mask.sum()) for batch in batches) == kept
-    assert sum(batch.num_loss_tokens for batch in batches) == kept
+    assert sum(int(batch.scored.sum()) for batch in batches) == kept
+    places = [place for batch in batches for place in batch.token_index[batch.scored].tolist()]
+    assert len(set(places)) == len(places) == kept
     for batch in batches:
-        assert not batch.loss_mask[:, 0].any()
-        assert np.array_equal(batch.loss_mask, batch.turn_index >= 0)
-        assert not batch.behaviour_logprobs[~batch.loss_mask].any()
+        assert not batch.scored[:, 0].any()
+        assert np.array_equal(batch.scored, batch.token_index >= 0)
+        assert not batch.scored[~batch.attention_mask].any()
 
 
 @given(SEEDS, st.integers(64, 400))
 def test_rows_are_as_few_and_as_short_as_can_be_and_batches_keep_their_bound(seed: int, bound: int) -> None:
     items = random_items(seed)
-    batches = pack(items, pad_id=PAD, micro_batch_tokens=bound)
+    batches = rows_of(items, bound=bound)
     assert sum(batch.token_ids.shape[0] for batch in batches) == sum(num_tips(item) for item in items)
     lengths: list[int] = []
     for batch in batches:
@@ -112,9 +135,25 @@ def test_rows_are_as_few_and_as_short_as_can_be_and_batches_keep_their_bound(see
         assert (batch.token_ids[~batch.attention_mask] == PAD).all()
         own = batch.attention_mask.sum(axis=1)
         assert own.max() == batch.token_ids.shape[1]
-        assert (batch.loss_mask[np.arange(own.size), own - 1]).all()  # a row ends with its last owned token
+        assert (batch.scored[np.arange(own.size), own - 1]).all()  # a row ends with its last owned token
         lengths += own.tolist()
     assert lengths == sorted(lengths, reverse=True)
+
+
+def check_groups_in(items: list[PackItem], batches: list[RowBatch]) -> None:
+    """`num_trees` and `whole` of each batch, counted slowly."""
+    table = make_table(items)
+    groups = [{int(table.group[j]) for j, _, _ in columns_of(table, batch)} for batch in batches]
+    for index, (batch, here) in enumerate(zip(batches, groups, strict=True)):
+        elsewhere = set().union(*groups[:index], *groups[index + 1 :])
+        assert batch.num_trees == len(here)
+        assert batch.whole == here.isdisjoint(elsewhere)
+
+
+@given(SEEDS, st.integers(64, 400))
+def test_a_batch_knows_how_many_trees_it_holds_and_whether_all_of_them(seed: int, bound: int) -> None:
+    items = random_items(seed)
+    check_groups_in(items, rows_of(items, bound=bound))
 
 
 @given(SEEDS, SEEDS)
@@ -129,7 +168,7 @@ def test_the_denominator_is_the_same_whatever_the_verdicts_and_advantages(seed: 
         )
         for item in items
     ]
-    assert denominator(judged) == denominator(items)
+    assert denominators(judged) == denominators(items)
 
 
 WORKED = group_from_spec(
@@ -149,23 +188,29 @@ HIERARCHICAL = [1, 0.5, 0.25, 0.25, 0.5, 0.5]
 def test_the_denominator_counts_a_shared_turn_once_per_leaf_weighted_by_the_leaf() -> None:
     uniform = opinion(WORKED, advantage=[0.0] * 6, mass=UNIFORM)
     hierarchical = opinion(WORKED, advantage=[0.0] * 6, mass=HIERARCHICAL)
-    assert denominator([uniform]) == pytest.approx((6 + 7 + 8) / 3)
-    assert denominator([hierarchical]) == pytest.approx(6 / 4 + 7 / 4 + 8 / 2)
-    assert denominator([uniform, hierarchical]) == pytest.approx(7 + 7.25)
-    assert denominator([]) == 0.0
+    assert denominators([uniform]).tokens == pytest.approx((6 + 7 + 8) / 3)
+    assert denominators([hierarchical]).tokens == pytest.approx(6 / 4 + 7 / 4 + 8 / 2)
+    assert denominators([uniform, hierarchical]).tokens == pytest.approx(7 + 7.25)
+    assert denominators([]).tokens == 0.0
 
 
 def test_a_worked_tree_becomes_one_row_per_leaf_and_shared_turns_are_trained_in_the_first() -> None:
     item = opinion(WORKED, advantage=[0.1, 0.5, 0.25, -0.25, -0.5, 0.75], mass=HIERARCHICAL)
-    (batch,) = pack([item], pad_id=PAD, micro_batch_tokens=1000)
+    (batch,) = rows_of([item])
     # prompt 3, r 3+1, a 2+1, a1 1 / a2 2, b 2+1, b1 3; the longest row first, so r is still owned by a1's row.
     assert batch.attention_mask.sum(axis=1).tolist() == [13, 12, 11]
-    trained = [sorted(set(row[row >= 0].tolist())) for row in batch.turn_index]
-    assert trained == [[0, 1], [2], [3, 4, 5]]
-    assert batch.advantage.tolist() == [-0.5, 0.75, -0.25, np.float32(0.1), 0.5, 0.25]
-    assert batch.depth.tolist() == [2, 3, 3, 1, 2, 3]
-    assert batch.age.tolist() == [4, 5, 3, 0, 1, 2]
-    assert batch.turn_tokens.tolist() == [2, 3, 2, 3, 2, 1]
+    table = make_table([item])
+    trained = [sorted(set(table.turn[row[row >= 0]].tolist())) for row in batch.token_index]
+    assert trained == [[4, 5], [3], [0, 1, 2]]
+    trained_advantages = [table.advantage[turns].tolist() for turns in trained]
+    assert trained_advantages == [[-0.5, 0.75], [-0.25], [np.float32(0.1), 0.5, 0.25]]
+    assert table.depth.tolist() == [1, 2, 3, 3, 2, 3]
+    assert table.age.tolist() == [0, 1, 2, 3, 4, 5]
+    assert table.tokens.tolist() == [3, 2, 1, 2, 2, 3]
+    # The table's tokens: r 0-2, a 3-4, a1 5, a2 6-7, b 8-9, b1 10-12.
+    assert batch.token_index[1].tolist() == [*[-1] * 10, 6, 7, -1]
+    assert batch.num_trees == 1
+    assert batch.whole
 
 
 def test_a_row_ends_where_nothing_below_is_trained() -> None:
@@ -176,41 +221,42 @@ def test_a_row_ends_where_nothing_below_is_trained() -> None:
         mass=[1.0, 1.0, 0.0, 1.0, 1.0, 1.0],
         verdicts=[train, train, train, context, train, context],
     )
-    (batch,) = pack([item], pad_id=PAD, micro_batch_tokens=1000)
+    (batch,) = rows_of([item])
     assert batch.token_ids.shape == (1, 3 + 4 + 2)
-    assert batch.age.tolist() == [0, 1]
+    assert [j for j, _, _ in columns_of(make_table([item]), batch)] == [0, 1]
 
 
 def test_a_failed_turn_is_never_trained_whatever_is_said_about_it() -> None:
     group = group_from_spec([spec(spec(outcome=1.0), spec(failed=True))])
-    (batch,) = pack([opinion(group, advantage=[1.0] * 3, mass=[1.0] * 3)], pad_id=PAD, micro_batch_tokens=1000)
-    assert batch.age.tolist() == [0, 1]
+    item = opinion(group, advantage=[1.0] * 3, mass=[1.0] * 3)
+    (batch,) = rows_of([item])
+    assert [j for j, _, _ in columns_of(make_table([item]), batch)] == [0, 1]
 
 
 def test_nothing_to_train_is_no_batch() -> None:
     item = opinion(WORKED, advantage=[0.0] * 6, mass=HIERARCHICAL)
-    assert pack([item], pad_id=PAD, micro_batch_tokens=1000) == []
-    assert pack([], pad_id=PAD, micro_batch_tokens=1000) == []
+    assert rows_of([item]) == []
+    assert rows_of([]) == []
 
 
 def test_a_row_over_the_bound_is_refused_with_the_cure() -> None:
     item = opinion(WORKED, advantage=[1.0] * 6, mass=HIERARCHICAL)
     with pytest.raises(ConfigError, match=r"lease-0 has 13 tokens.*micro_batch_tokens = 12.*max_context_tokens"):
-        pack([item], pad_id=PAD, micro_batch_tokens=12)
-    assert len(pack([item], pad_id=PAD, micro_batch_tokens=13)) == 3
+        rows_of([item], bound=12)
+    assert len(rows_of([item], bound=13)) == 3
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_credit_that_is_no_number_stops_the_run_with_the_turn(broken: float) -> None:
     item = opinion(WORKED, advantage=[1.0, broken, 0.0, 0.0, 0.0, 0.0], mass=HIERARCHICAL)
     with pytest.raises(InvariantError, match=r"lease-0 turn 1: advantage (nan|inf)"):
-        pack([item], pad_id=PAD, micro_batch_tokens=1000)
+        rows_of([item])
     item = opinion(WORKED, advantage=[1.0] * 6, mass=[1.0, 1.0, -0.5, 1.0, 1.0, 1.0])
     with pytest.raises(InvariantError, match=r"lease-0 turn 2: advantage 1\.0, mass -0\.5"):
-        pack([item], pad_id=PAD, micro_batch_tokens=1000)
+        rows_of([item])
 
 
 def test_opinions_of_another_group_are_refused() -> None:
     item = opinion(WORKED, advantage=[1.0] * 6, mass=HIERARCHICAL)
     with pytest.raises(InvariantError, match=r"ages \(5,\) must all have 6 entries"):
-        pack([dataclasses.replace(item, ages=item.ages[:5])], pad_id=PAD, micro_batch_tokens=1000)
+        rows_of([dataclasses.replace(item, ages=item.ages[:5])])

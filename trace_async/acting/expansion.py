@@ -6,6 +6,9 @@ Invariants: a node's `Recoverable` error is caught here and nowhere else and mak
 the TaskGroup. Reading the budget, spending it and starting the tasks has no `await` in between. A turn's seeds depend
 on the node's path only. However a tree ends, each of its environments is closed.
 
+Which of two concurrent turns ends first is up to timing, and an allocator may ask about the tree in between. With
+`in_order` a tree plays one node at a time, in the order of their granting, so that the same turns give the same tree.
+
 Environments by the branching they declare: with FORK and STATELESS every node below the prompt's children plays in a
 fork of its parent's episode. With REPLAY and NONE a rollout hands one episode on from turn to turn; a continuation
 (REPLAY only) replays its past in a fresh one. Each child of the prompt resets its own, and the first takes over the one
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -67,6 +71,7 @@ class GrowthParts:
     scorer: Scorer
     score_deadline_s: float
     max_turns: int  # per rollout; the player's own
+    in_order: bool = False  # one node of a tree at a time
 
 
 async def grow_tree(lease: Lease, *, parts: GrowthParts, story: TreeStory) -> TurnTree:
@@ -130,6 +135,8 @@ class _Growth:
         self._environments = environments  # by the node whose turn they have played; ROOT: the opening one
         self._group = group
         self._branching = environments[ROOT].branching
+        # a node waits for the one granted before it, whose own waits all have deadlines
+        self._in_turn = asyncio.Lock() if parts.in_order else nullcontext()
         self._rewards = {ROOT: 0.0}  # along the path, by node
         self._prefixes: dict[int, IntArray] = {}  # of scored nodes whose rollout is about to go on
 
@@ -142,7 +149,18 @@ class _Growth:
                 self._group.create_task(self._grow(node_id, name), name=name)
 
     async def _grow(self, node_id: int, name: str) -> None:
-        """One node: play, score, spawn. Waits for environment, engine and scorer, all with deadlines."""
+        """One node: play, score, spawn; then let go of what it holds."""
+        async with self._in_turn:
+            await self._grow_now(node_id, name)
+        if self._tree.nodes[node_id].state is not NodeState.EXPANDED and node_id in self._environments:
+            # Nothing grows below an end, and a sandbox is not held longer than it is needed.
+            self._story.enter(node_id, "environment")
+            await close_environments([self._environments[node_id]], what=name)
+            del self._environments[node_id]
+        self._story.leave(node_id)
+
+    async def _grow_now(self, node_id: int, name: str) -> None:
+        """Waits for environment, engine and scorer, all with deadlines."""
         tree, story = self._tree, self._story
         try:
             turn = await self._play(tree.nodes[node_id], name)
@@ -158,12 +176,6 @@ class _Growth:
             story.failed()
             grants = self.allocator.on_rollout_end(tree, node_id)
         self.spawn(grants)
-        if tree.nodes[node_id].state is not NodeState.EXPANDED and node_id in self._environments:
-            # Nothing grows below an end, and a sandbox is not held longer than it is needed.
-            story.enter(node_id, "environment")
-            await close_environments([self._environments[node_id]], what=name)
-            del self._environments[node_id]
-        story.leave(node_id)
 
     async def _play(self, node: Node, name: str) -> Turn:
         lease, node_id, path = self._lease, node.node_id, self._tree.path(node.node_id)

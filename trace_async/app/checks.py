@@ -23,6 +23,7 @@ from trace_async.engines.vllm_common import check_options
 from trace_async.errors import ConfigError
 from trace_async.methods.allocators import make_allocator
 from trace_async.methods.credit import credit_rule
+from trace_async.methods.objective_check import check_objective
 from trace_async.methods.registry import read_options
 from trace_async.predictors.embedding import EmbeddingOptions
 from trace_async.predictors.protocol import Belief
@@ -37,6 +38,7 @@ def check_parts(config: Config) -> None:
     make_allocator(config.tree.allocator, config.tree.options, np.random.default_rng(0))
     _check_round(config)
     credit_rule(config.learner.credit)
+    check_objective(config)
     build_predictor(config, text_of=_no_text)
     _check_cache(config)
     build_prompts(config, kit)

@@ -25,15 +25,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from trace_async.app import checks, wiring
 from trace_async.app.display import Display, View, format_share
 from trace_async.app.evaluate import Evaluation, Evaluator
+from trace_async.app.learner_ranks import follow_leader, own_place, record_failure
 from trace_async.app.report import summary_lines, write_report
-from trace_async.app.run_claim import claim
+from trace_async.app.run_claim import claim, sole_learner
 from trace_async.app.stopping import StopRequest, listening
 from trace_async.app.supervise import INTERRUPTED, Interrupted, Supervisor
 from trace_async.app.where import describe
 from trace_async.app.wiring_learner import open_learner
 from trace_async.config import Config
 from trace_async.config_load import from_json, load_config, load_saved_config, to_json
-from trace_async.errors import EnvironmentFailure, UserError
+from trace_async.errors import EnvironmentFailure, RankError, UserError
 from trace_async.run_folder import RunFolder, read_json, write_json
 
 T = TypeVar("T")
@@ -81,9 +82,18 @@ def train(config_path: Path, overrides: Sequence[str], *, resume: bool) -> int:
 
 
 def learner(folder: RunFolder, *, supervised: bool) -> int:
-    """The learner, until its last step or a signal."""
+    """The learner, or the rank of it that torchrun's environment names, until its last step or a signal."""
     config = load_saved_config(folder.config)
-    return _run(_learn(config, folder, supervised=supervised))
+    place = own_place(os.environ, processes=config.learner.processes)
+    try:
+        if place.rank == 0:
+            with sole_learner(folder):
+                return _run(_learn(config, folder, supervised=supervised))
+        follow_leader(config, place, on_loss=record_failure)
+    except Exception as error:
+        record_failure(error)
+        raise
+    return 0
 
 
 def _log_to(path: Path) -> None:
@@ -92,12 +102,32 @@ def _log_to(path: Path) -> None:
 
 
 async def _learn(config: Config, folder: RunFolder, *, supervised: bool) -> int:
-    with open_learner(config, folder) as learner:
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[None] = loop.create_future()
+
+    def on_loss(error: RankError) -> None:
+        record_failure(error)
+        with suppress(RuntimeError):  # the loop has ended, and so has the learner
+            loop.call_soon_threadsafe(_fail, lost, error)
+
+    with open_learner(config, folder, on_loss=on_loss) as learner:
         async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
             asking = group.create_task(_when(stop, lambda: learner.request_stop("a signal")))
+            watching = group.create_task(_raise_of(lost))
             await learner.run()
             asking.cancel()
+            watching.cancel()
     return INTERRUPTED if stop.made else 0
+
+
+def _fail(future: asyncio.Future[None], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+async def _raise_of(lost: asyncio.Future[None]) -> None:
+    """Woken by the loss of a rank, which it raises."""
+    await lost
 
 
 def actor(
@@ -210,6 +240,17 @@ def get_policy(name: str, out: Path) -> int:
         bar = progress.add_task("starting", total=STAGES)
         digest = get_policy(name, out, say=lambda stage: progress.update(bar, description=stage, advance=1))
     sys.stdout.write(f"{out}: weights sha256 {digest}\n")
+    return 0
+
+
+def export(source: Path, out: Path, *, best: bool, adapter_only: bool, dtype: str) -> int:
+    """Writes what a checkpoint has trained into a new folder."""
+    from trace_async.app.export import export_checkpoint, pick_checkpoint
+
+    checkpoint = pick_checkpoint(source, best=best)
+    wiring.hide_progress_bars()
+    export_checkpoint(checkpoint, out, adapter_only=adapter_only, dtype=dtype)
+    sys.stdout.write(f"{out}: {'the adapter' if adapter_only else 'the policy'} of {checkpoint} in {dtype}\n")
     return 0
 
 

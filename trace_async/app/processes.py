@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
@@ -27,8 +27,10 @@ class ProcessTable:
         self._log_of = log_of
         self._children: dict[str, asyncio.subprocess.Process] = {}
 
-    async def start(self, name: str, command: Sequence[str]) -> asyncio.subprocess.Process:
-        """Starts `command` under `name`; an earlier process of that name must have ended."""
+    async def start(
+        self, name: str, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> asyncio.subprocess.Process:
+        """Starts `command` under `name`; an earlier process of that name must have ended. Default: our environment."""
         earlier = self._children.get(name)
         assert earlier is None or earlier.returncode is not None, f"{name} still runs as pid {earlier.pid}"
         path = self._log_of(name)
@@ -40,6 +42,7 @@ class ProcessTable:
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                env=environment,
             )
         self._children[name] = process
         _LOG.info("%s started as pid %d", name, process.pid)

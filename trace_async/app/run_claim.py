@@ -1,4 +1,4 @@
-"""Taking a run folder into use: one supervisor at a time, an earlier run kept, a resumed one recognised.
+"""Taking a run folder into use: one supervisor and one learner at a time, an earlier run kept, a resumed one known.
 
 Invariants: two runs never write into one folder; nothing of an earlier run is deleted or overwritten; a resumed run has
 the tasks, the start policy and the seed it began with, or is refused.
@@ -9,18 +9,21 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trace_async.config import Config
-from trace_async.config_check import leaf_values
-from trace_async.config_load import load_saved_config, save_config
+from trace_async.config_load import load_saved_config, save_config, to_json
+from trace_async.config_resume import complain, find_changes
 from trace_async.errors import ConfigError, UserError
 from trace_async.run_folder import RunFolder
 
-_FIXED = ("environment.", "policy.", "prompts.num_train", "run.seed", "learner.lora_")
-"""What the prompts, the ledger and the checkpoint of a run hang on."""
+LEARNER_PATIENCE_S = 60.0
+"""A learner whose supervisor was killed finishes its step, waits for its actors to drain, and writes a checkpoint."""
+
+_LOOK_S = 0.2
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def claim(config: Config, *, resume: bool, say: Callable[[str], None]) -> Iterat
     folder = RunFolder(Path(config.run.dir))
     with _locked(folder):
         if resume:
-            _check_resume(config, folder)
+            _check_resume(config, folder, say)
         elif folder.config.exists():
             free = _free_name(folder.root)
             folder.root.rename(free)
@@ -50,6 +53,33 @@ def claim(config: Config, *, resume: bool, say: Callable[[str], None]) -> Iterat
 
 
 @contextmanager
+def sole_learner(folder: RunFolder, *, patience_s: float = LEARNER_PATIENCE_S) -> Iterator[None]:
+    """For the length of the block no other process is this run's learner.
+
+    Blocks while one is: a supervisor that was killed leaves a learner that still finishes its step. Raises UserError
+    after `patience_s`.
+    """
+    descriptor = os.open(folder.learner_lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        until_s = time.monotonic() + patience_s
+        while not _try_lock(descriptor):
+            if time.monotonic() >= until_s:
+                raise UserError(f"another learner has worked on {folder.root} for {patience_s:g} s; stop it first")
+            time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
 def _locked(folder: RunFolder) -> Iterator[None]:
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -57,14 +87,12 @@ def _locked(folder: RunFolder) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"run.dir = {str(folder.root)!r} cannot be written: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _try_lock(descriptor):
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             raise UserError(
                 f"{folder.root} is in use by another run (pid {holder}); stop it, or choose another folder with "
                 "--set run.dir=..."
-            ) from error
+            )
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
@@ -77,13 +105,12 @@ def _free_name(root: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _check_resume(config: Config, folder: RunFolder) -> None:
+def _check_resume(config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     if not folder.config.exists():
         raise ConfigError(f"nothing to resume: {folder.root} holds no run; start one without --resume")
-    begun = dict(leaf_values(load_saved_config(folder.config)))
-    for key, value in leaf_values(config):
-        if key.startswith(_FIXED) and begun[key] != value:
-            raise ConfigError(
-                f"{key} is {value!r}, but the run in {folder.root} began with {begun[key]!r}; "
-                "set it back, or start a new run in another folder"
-            )
+    begun = to_json(load_saved_config(folder.config))
+    fixed, free = find_changes(begun, to_json(config))
+    if fixed:
+        raise ConfigError(complain(fixed, where=str(folder.root)))
+    for key, before, now in free:
+        say(f"{key} is {now!r} from here on, it was {before!r}")

@@ -1,7 +1,7 @@
 """`trace-async train`: one run from evaluation to evaluation, its processes and their end.
 
-Owns: the learner and actor processes (each in its own process group, output to RUN/logs/NAME.log), restarts of dead
-actors within a bound, and the two ways to stop.
+Owns: the learner's and the actors' processes (each in its own process group, output to RUN/logs/NAME.log), restarts of
+dead actors within a bound, and the two ways to stop.
 Invariants: when `run` has ended no process it started lives; the first SIGINT or SIGTERM stops in order (learner:
 finish the step and checkpoint; actors: drain), the second at once; a supervisor that is killed takes its processes
 along, because each of them watches the pipe it was given as standard input.
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from trace_async.app.learner_ranks import environments
 from trace_async.app.processes import ProcessTable
 from trace_async.config import Config
 from trace_async.errors import TraceAsyncError
@@ -38,6 +40,9 @@ INTERRUPTED = 130
 
 _ACTOR_GRACE_S = 5.0
 """How long actors may take to leave after the learner has ended and told them so."""
+
+_RANK_GRACE_S = 15.0
+"""How long the learner may take to end after another of its processes has."""
 
 _TAIL_LINES = 15
 
@@ -116,8 +121,11 @@ class Supervisor:
     async def _train(self) -> None:
         """Waits for the learner; woken by its end, by a signal through it, or by an actor that is beyond help."""
         self._folder.address.unlink(missing_ok=True)
-        learner = await self._start("learner", "learner", str(self._folder.root))
+        places = environments(os.environ, processes=self._config.learner.processes)
+        learner = await self._start("learner", "learner", str(self._folder.root), environment=places[0])
         async with asyncio.TaskGroup() as actors:
+            for rank, place in enumerate(places[1:], start=1):
+                actors.create_task(self._keep_rank(f"learner-{rank}", place, learner))
             for slot in range(self._config.actor.count):
                 actors.create_task(self._keep_actor(f"actor-{slot}"))
             code = await self._processes.end_of(learner)
@@ -127,6 +135,18 @@ class Supervisor:
             grace_s = self._config.actor.drain_s if self._stop.is_set() else _ACTOR_GRACE_S
             actors.create_task(self._processes.stop_all(grace_s=grace_s, ask_first=False))
         self._judge("learner", code)
+
+    async def _keep_rank(self, name: str, place: Mapping[str, str], learner: asyncio.subprocess.Process) -> None:
+        """Another process of the learner; woken by its end. The learner notices a death and says more of it than we."""
+        process = await self._start(name, "learner", str(self._folder.root), environment=place)
+        code = await self._processes.end_of(process)
+        if not code or self._stop.is_set() or self._learner_ended:
+            return
+        try:
+            async with asyncio.timeout(_RANK_GRACE_S):
+                await learner.wait()
+        except TimeoutError:
+            raise ChildFailed(name, code, self._tail(name)) from None
 
     async def _keep_actor(self, name: str) -> None:
         """Starts an actor, and again after each death; woken by its end."""
@@ -147,10 +167,13 @@ class Supervisor:
                 f"training; {name} died (code {code}) and starts again, {len(deaths_s)} of {_MAX_RESTARTS} times"
             )
 
-    async def _start(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+    async def _start(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> asyncio.subprocess.Process:
         if self._stop.is_set():
             raise Interrupted("stopped by a signal")
-        process = await self._processes.start(name, [*self._command, *arguments, "--supervised"])
+        command = [*self._command, *arguments, "--supervised"]
+        process = await self._processes.start(name, command, environment=environment)
         if self._stop.is_set():  # the signal came while the process was being made, so nobody has told it yet
             self._processes.signal_all(signal.SIGTERM)
         return process

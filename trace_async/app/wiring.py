@@ -177,6 +177,7 @@ def _build_actor(config: Config, *, name: str, address: str, stager: Stager) -> 
             scorer=BatchScorer(predictor, max_batch=config.predictor.max_batch),
             score_deadline_s=config.predictor.deadline_s,
             max_turns=config.tree.max_turns,
+            in_order=config.tree.in_order,
         ),
         environment=config.environment.name,
         clock=time.monotonic,

@@ -6,11 +6,12 @@ One authority for the data cursor, the budget and the age bound. Invariants, re-
     - of the attempts at one tree at most one group is accepted;
     - a lease goes to an actor only if, were groups to come in order, none of its turns would be over the age bound.
 
-The last: groups are consumed oldest first, at least `roots_per_step` roots a step. A lease behind U unconsumed roots
-is therefore trained by the step after the next floor(U / roots_per_step), and the actor samples with the version it has
-confirmed or a newer one; the sum of both lags must not exceed `max_age_steps`. The oldest lease that waits may start on
-the newest version unless the roots before it fill a batch, so no run waits for what may not start. Trees that are
-overtaken can be older, which is why the learner judges every turn again.
+The last, unless `coordinator.lockstep` is set (see `pace.py`): groups are consumed oldest first, at least
+`roots_per_step` roots a step. A lease behind U unconsumed roots is therefore trained by the step after the next
+floor(U / roots_per_step), and the actor samples with the version it has confirmed or a newer one; the sum of both lags
+must not exceed `max_age_steps`. The oldest lease that waits may start on the newest version unless the roots before it
+fill a batch, so no run waits for what may not start. Trees that are overtaken can be older, which is why the learner
+judges every turn again.
 
 Never waits, decides about credit, or keeps groups. Times are seconds of any monotone clock, handed in.
 """
@@ -22,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from trace_async.config import CoordinatorConfig, TreeConfig
 from trace_async.coordination.fleet import Fleet, Member, Release
 from trace_async.coordination.leases import REJECTED, Counts, Ended, LeaseTable
-from trace_async.coordination.recovery import LedgerView, recover
+from trace_async.coordination.pace import Outlook, make_pace
+from trace_async.coordination.recovery import Early, LedgerView, recover
 from trace_async.coordination.rounds import RoundPlanner
 from trace_async.coordination.slots import (
     Arrival,
@@ -34,7 +36,6 @@ from trace_async.coordination.slots import (
     parse_lease_id,
     place_of,
 )
-from trace_async.core.staleness import permits_left
 from trace_async.core.types import GroupVerdict, Json, Lease, Score, TreeBudget
 from trace_async.errors import InvariantError
 
@@ -53,6 +54,8 @@ class Coordinator:
         self._next_round = 0
         self._table = LeaseTable()
         self._fleet = Fleet()
+        self._pace = make_pace(config, roots_per_step=tree.roots_per_step)
+        self._early = Early()
         self.max_permits = (config.max_age_steps + 1) * tree.roots_per_step
         self._ceiling = self.max_permits  # above max_permits only while a restart's surplus is worked off
 
@@ -108,19 +111,20 @@ class Coordinator:
     def next_leases(self, now_s: float, *, version: int, wanted_roots: int) -> list[tuple[str, Lease]]:
         """Leases to send now, oldest tree first, with the actor each goes to.
 
-        Plans a new round when nothing is queued, an actor could take it, a whole round fits the permits, and fewer
-        than `wanted_roots` roots (what the rest of the run will consume) are under way.
+        Plans a new round when nothing is queued, an actor could take it, and the pace allows it; `wanted_roots` is what
+        the rest of the run will consume, `version` the newest published.
         """
         issued: list[tuple[str, Lease]] = []
         deadline_s = self._config.lease_deadline_s
         while True:
             slot = self._table.next_queued()
             if slot is None:
-                if not (self._may_plan(wanted_roots) and self._has_taker(version)):
+                may_plan = self._pace.may_plan(self._table, self._outlook(version, wanted_roots))
+                if not (may_plan and self._has_taker(version)):
                     return issued
                 self._plan(version, now_s)
                 continue
-            lag = self._allowed_lag(self._table.roots_before(slot))
+            lag = self._pace.allowed_lag(self._table.roots_before(slot))
             member = self._fleet.pick(roots=slot.budget.roots, version=version, allowed_lag=lag, slot=slot)
             if member is None:
                 return issued  # the oldest goes first, or a large tree would wait for ever behind small ones
@@ -135,8 +139,10 @@ class Coordinator:
             return Arrival.UNKNOWN
         slot = self._table.get(parsed.base)
         if slot is None:
+            if self._early.arrived(lease_id):
+                return Arrival.ACCEPT
             planned = parsed.epoch <= self._epoch and parsed.round_number < self._next_round
-            return Arrival.DUPLICATE if planned else Arrival.UNKNOWN
+            return Arrival.DUPLICATE if planned or lease_id in self._early.shelved else Arrival.UNKNOWN
         if parsed.attempt > slot.attempt:
             return Arrival.UNKNOWN
         if slot.state is SlotState.SHELVED:
@@ -146,23 +152,13 @@ class Coordinator:
         self._table.shelve(slot, lease_id, now_s=now_s)
         return Arrival.ACCEPT
 
-    def next_batch(self, *, wanted_roots: int) -> list[str]:
-        """Leases whose groups the next step consumes, oldest first: at least `roots_per_step` roots, or none yet.
+    def next_batch(self, *, version: int, wanted_roots: int) -> list[str] | None:
+        """Leases whose groups the next step consumes, in order; None while it has to wait, as the pace says.
 
-        Fewer only when everything under way is on the shelf and no round may be planned, so that waiting would be for
-        ever. The groups stay on the shelf until `consumed`.
+        The groups stay on the shelf until `consumed`.
         """
-        step_roots, shelved_roots = self._tree.roots_per_step, self._table.shelved_roots
-        all_here = shelved_roots == self._table.committed_roots and not self._may_plan(wanted_roots)
-        if shelved_roots < step_roots and not all_here:
-            return []
-        batch: list[str] = []
-        roots = 0
-        for slot in self._table:
-            if slot.state is SlotState.SHELVED and roots < step_roots:
-                batch.append(slot.group_id)
-                roots += slot.budget.roots
-        return batch
+        batch = self._pace.next_batch(self._table, self._outlook(version, wanted_roots))
+        return None if batch is None else [slot.group_id for slot in batch]
 
     def consumed(self, verdicts: Mapping[str, GroupVerdict], *, step: int, now_s: float) -> None:
         """A step has used these groups; their permits are free."""
@@ -209,6 +205,8 @@ class Coordinator:
         self._next_round = int(state["next_round"])
         expires_s = now_s + self._config.dead_after_s
         ledger = LedgerView(live, shelved)
+        if self._config.lockstep:
+            ledger, self._early = Early.split(ledger, known_rounds=self._next_round)
         recovered = recover(self._table, ledger, known_rounds=self._next_round, now_s=now_s, expires_s=expires_s)
         # the ids that planned slots have may have been issued and rejected after the checkpoint
         self._table.rename_planned(lambda base: f"{self._epoch}-{place_of(base)}")
@@ -233,6 +231,11 @@ class Coordinator:
         """The unfinished trees, oldest first, to look at."""
         return list(self._table)
 
+    @property
+    def early(self) -> Early:
+        """Leases of rounds that a restart has not planned again yet, to look at."""
+        return self._early
+
     def slot_of(self, lease_id: str) -> Slot | None:
         """The unfinished tree of a lease, to look at."""
         return self._find(lease_id)[0]
@@ -255,17 +258,12 @@ class Coordinator:
 
     # ---- rules ---------------------------------------------------------------------------------------------------
 
-    def _may_plan(self, wanted_roots: int) -> bool:
-        committed = self._table.committed_roots
-        return committed < wanted_roots and self._tree.roots_per_step <= permits_left(committed, self.max_permits)
+    def _outlook(self, version: int, wanted_roots: int) -> Outlook:
+        return Outlook(version=version, next_round=self._next_round, wanted_roots=wanted_roots)
 
     def _has_taker(self, version: int) -> bool:
-        lag = self._allowed_lag(self._table.committed_roots)
+        lag = self._pace.allowed_lag(self._table.committed_roots)
         return self._fleet.pick(roots=1, version=version, allowed_lag=lag) is not None
-
-    def _allowed_lag(self, roots_ahead: int) -> int:
-        """Versions an actor may be behind, for a tree that is consumed when `roots_ahead` roots have been."""
-        return self._config.max_age_steps - roots_ahead // self._tree.roots_per_step
 
     def _plan(self, version: int, now_s: float) -> None:
         number = self._next_round
@@ -279,6 +277,7 @@ class Coordinator:
                 root_score=Score(success=draft.success, predictor_version=version, strength=draft.strength),
             )
             self._table.add(slot, now_s=now_s)
+        self._early.enter(self._table, number, now_s=now_s)
         self._next_round += 1
 
     def _find(self, lease_id: str) -> tuple[Slot | None, int]:

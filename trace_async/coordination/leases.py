@@ -202,6 +202,10 @@ class LeaseTable:
         self._slots = {slot.base: slot for slot in self._slots.values()}
         self._queue = sorted((slot.number, slot.base) for slot in self._slots.values())
 
+    def end(self, ended: Ended) -> None:
+        """A lease that is in no slot is over."""
+        self._ended.append(ended)
+
     def take_ended(self) -> list[Ended]:
         """Leases that ended without a group to train since the last call: replaced, overtaken or rejected."""
         taken, self._ended = self._ended, []

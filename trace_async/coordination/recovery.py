@@ -5,15 +5,19 @@ shelf is on the table's shelf afterwards, unless the checkpoint already has its 
 saw end is not live; of the attempts at one tree that the ledger calls live only the newest stays so, however a crash
 parted the issue of one from the end of another; nothing is issued under an id that was used. Pure: records in, table
 changed.
+
+`recover` enters everything at once. In lockstep, rounds that the checkpoint does not know wait in an `Early` until they
+are planned again, by the version that planned them: part of such a round may never have been leased, and nothing of it
+may be leased before that version is back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from trace_async.coordination.leases import REJECTED, Ended, LeaseTable
-from trace_async.coordination.slots import LeaseId, SlotState, parse_lease_id, place_of
+from trace_async.coordination.slots import LeaseId, Slot, SlotState, parse_lease_id, place_of
 from trace_async.core.types import Lease
 from trace_async.errors import InvariantError
 
@@ -56,6 +60,78 @@ def recover(table: LeaseTable, ledger: LedgerView, *, known_rounds: int, now_s: 
     _drop_ended(table, ledger, now_s)
     table.take_ended()  # the ends that this made: the ledger knows them, or they are found here
     return Recovered(num_rounds, _over(table, [*finished_before, *ledger.live]))
+
+
+class Early:
+    """Leases of rounds that are not planned yet, by their ids."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Lease] = {}
+        self._shelved: dict[str, Lease] = {}
+
+    @staticmethod
+    def split(ledger: LedgerView, *, known_rounds: int) -> tuple[LedgerView, Early]:
+        """What `recover` may enter, and the rest."""
+        early = Early()
+        now: list[list[Lease]] = []
+        for leases, rest in zip(ledger, (early._live, early._shelved), strict=True):
+            later = {lease.lease_id for lease, lease_id in map(_parse, leases) if lease_id.round_number >= known_rounds}
+            rest |= {lease.lease_id: lease for lease in leases if lease.lease_id in later}
+            now.append([lease for lease in leases if lease.lease_id not in later])
+        return LedgerView(*now), early
+
+    @property
+    def live(self) -> Collection[str]:
+        """Ids of leases without a group, to look at."""
+        return self._live.keys()
+
+    @property
+    def shelved(self) -> Collection[str]:
+        """Ids of leases whose groups wait for their round."""
+        return self._shelved.keys()
+
+    def arrived(self, lease_id: str) -> bool:
+        """A group came in; True when it is of a lease that waits here without one."""
+        lease = self._live.pop(lease_id, None)
+        if lease is None:
+            return False
+        self._shelved[lease_id] = lease
+        return True
+
+    def enter(self, table: LeaseTable, round_number: int, *, now_s: float) -> None:
+        """The round was planned and its slots are in the table: they get back their groups, ids and attempts.
+
+        Leases that do not fit the new plan, or whose place another attempt has taken, are over. Those without a group
+        are leased again at the next look, because whoever may have held them was told to stop.
+        """
+        ledger = LedgerView(*(_take_round(leases, round_number) for leases in (self._live, self._shelved)))
+        planned = {place_of(slot.base): slot for slot in table if slot.round_number == round_number}
+        fitting = LedgerView(*([lease for lease in leases if _fits(lease, planned)] for leases in ledger))
+        bases = {place_of(base): base for leases in fitting for _, (base, *_) in map(_parse, leases)}
+        table.rename_planned(lambda base: bases.get(place_of(base), base))
+        for lease, lease_id in map(_parse, fitting.shelved):
+            table.recover_group(lease, lease_id, now_s=now_s)
+        for lease, lease_id in map(_parse, fitting.live):
+            table.recover_lease(lease, lease_id, now_s=now_s, expires_s=now_s)
+        kept = {lease.lease_id for leases in fitting for lease in leases}
+        for ended in _over(table, fitting.live):
+            table.end(ended)
+        for lease in (lease for leases in ledger for lease in leases if lease.lease_id not in kept):
+            table.end(Ended(lease.lease_id, f"round {round_number} was planned again without it"))
+
+
+def _take_round(leases: dict[str, Lease], round_number: int) -> list[Lease]:
+    """The leases of one round, oldest attempt first; they leave `leases`."""
+    taken = [pair for pair in map(_parse, leases.values()) if pair[1].round_number == round_number]
+    for lease, _ in taken:
+        del leases[lease.lease_id]
+    return [lease for lease, _ in sorted(taken, key=lambda pair: pair[1][1:])]
+
+
+def _fits(lease: Lease, planned: dict[str, Slot]) -> bool:
+    _, lease_id = _parse(lease)
+    slot = planned.get(place_of(lease_id.base))
+    return slot is not None and (slot.task.task_id, slot.budget) == (lease.prompt_id, lease.budget)
 
 
 def _drop_ended(table: LeaseTable, ledger: LedgerView, now_s: float) -> None:

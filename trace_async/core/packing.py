@@ -1,28 +1,28 @@
 """Judged groups as padded batches of path rows, ready for a forward pass.
 
-Owns the layout: tokens, masks and spans all come from the same rows (`rows.py`), so a turn's loss, log-probabilities,
-advantage and mass cannot drift apart. The loss of a turn stands in exactly one place, with the whole path before it as
-context. The denominator counts every turn that was played, trained or not, so a verdict never rescales the others.
-Nothing here judges, assigns credit or touches a model.
+Owns the layout: a row holds tokens, and for each token whose log-probability is wanted its place in the table of turns
+(`turn_table.py`), where everything else about it stands once. The loss of a turn stands in exactly one place, with the
+whole path before it as context. Denominators count every turn that was played, trained or not, so a verdict never
+rescales the others. Nothing here judges, assigns credit or touches a model.
 
-Axes: B rows · T positions · J trained turns of a batch.
+Axes: B rows · T positions · N sampled tokens of the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trace_async.core.group import TurnSpans, turn_spans
 from trace_async.core.rows import PackItem, Row, plan_rows
-from trace_async.core.types import ByteArray, FloatArray, IntArray
+from trace_async.core.turn_table import TurnTable
+from trace_async.core.types import IntArray
 from trace_async.errors import ConfigError
 
-__all__ = ["PackItem", "RowBatch", "denominator", "pack"]
+__all__ = ["Denominators", "Minibatch", "PackItem", "RowBatch", "denominators", "pack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,47 +31,67 @@ class RowBatch:
 
     token_ids: NDArray[np.int64]  # [B, T] padded on the right
     attention_mask: NDArray[np.bool_]  # [B, T] a token, not padding
-    loss_mask: NDArray[np.bool_]  # [B, T] this token is trained here; never on at position 0
-    behaviour_logprobs: FloatArray  # [B, T] nats as sampled; 0 where loss_mask is off
-    turn_index: IntArray  # [B, T] which of the J turns the token belongs to; -1 where loss_mask is off
-    advantage: FloatArray  # [J]
-    mass: FloatArray  # [J]
-    age: IntArray  # [J] optimizer steps
-    verdict: ByteArray  # [J] Verdict, TRAIN or TIGHT
-    depth: IntArray  # [J] turns from the prompt; a first turn has 1
-    turn_tokens: IntArray  # [J] sampled tokens
+    token_index: NDArray[np.int64]  # [B, T] place in the table's N tokens; -1 where no log-probability is wanted
+    num_trees: int  # groups with a turn in here
+    whole: bool  # all scored turns of those groups are in here
 
     @property
-    def num_loss_tokens(self) -> int:
-        """Tokens trained in this batch."""
-        return int(self.turn_tokens.sum())
+    def scored(self) -> NDArray[np.bool_]:
+        """Positions whose log-probability is wanted, bool [B, T]; never position 0."""
+        return np.asarray(self.token_index >= 0)
 
 
-class TrainedTurn(NamedTuple):
-    """One of the J turns of a batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """What a summed loss may be divided by, over everything that was played."""
 
-    item: PackItem
-    turn: int
-    depth: int  # turns from the prompt
+    tokens: float  # sum of mass x sampled tokens: a mean over tokens of the flattened trees
+    turns: float  # sum of mass
+    prompts: int  # groups with an outcome
 
 
-def denominator(items: Sequence[PackItem]) -> float:
-    """Sum of mass x sampled tokens over every played turn of all items, whatever its verdict or advantage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """What one optimizer update trains on."""
 
-    The loss is a mean over tokens of the flattened trees: a turn of n tokens shared by several leaves counts once per
-    leaf, weighted by the leaf; by linearity that is its mass times n.
+    turns: TurnTable
+    rows: list[RowBatch]  # every scored turn of the table stands in exactly one of them; empty: nothing to train on
+    denominators: Denominators
+
+
+def denominators(items: Sequence[PackItem]) -> Denominators:
+    """Sums over every played turn of all items, whatever its verdict or advantage.
+
+    By linearity a turn of n tokens shared by several leaves, each weighted, counts its mass times n.
     """
-    return float(sum(np.dot(item.credit.mass.astype(np.float64), item.group.action_lengths) for item in items))
+    masses = [item.credit.mass.astype(np.float64) for item in items]
+    return Denominators(
+        tokens=float(sum(np.dot(mass, item.group.action_lengths) for mass, item in zip(masses, items, strict=True))),
+        turns=float(sum(mass.sum() for mass in masses)),
+        prompts=sum(bool((mass > 0).any()) for mass in masses),
+    )
 
 
-def pack(items: Sequence[PackItem], *, pad_id: int, micro_batch_tokens: int) -> list[RowBatch]:
-    """Batches in which every trainable turn of `items` is trained once; longest rows first, B x T <= the bound.
+def pack(
+    items: Sequence[PackItem], *, first_tokens: Sequence[int], micro_batch_tokens: int, pad_id: int = 0
+) -> list[RowBatch]:
+    """Batches in which every scored turn of `items` stands once; longest rows first, B x T <= the bound.
 
-    Raises ConfigError when one row alone is over `micro_batch_tokens`.
+    `first_tokens`: where each item's sampled tokens start in the table. `pad_id`: any token. Raises ConfigError when
+    one row alone is over `micro_batch_tokens`.
     """
     rows = [row for index, item in enumerate(items) for row in plan_rows(item, index)]
     spans = [turn_spans(item.group) for item in items]
-    return [_batch(items, spans, part, pad_id) for part in _parts(items, rows, micro_batch_tokens)]
+    rows_of = np.bincount([row.item for row in rows], minlength=len(items))
+    return [
+        _batch(items, spans, part, first_tokens=first_tokens, rows_of=rows_of, pad_id=pad_id)
+        for part in _parts(items, rows, micro_batch_tokens)
+    ]
+
+
+def first_tokens(items: Sequence[PackItem]) -> list[int]:
+    """Where each item's sampled tokens start in the table of these items."""
+    return [0, *np.cumsum([item.group.num_sampled_tokens for item in items]).tolist()][: len(items)]
 
 
 def _parts(items: Sequence[PackItem], rows: list[Row], micro_batch_tokens: int) -> Iterator[list[Row]]:
@@ -87,46 +107,38 @@ def _parts(items: Sequence[PackItem], rows: list[Row], micro_batch_tokens: int) 
         rows = rows[count:]
 
 
-def _batch(items: Sequence[PackItem], spans: Sequence[TurnSpans], rows: list[Row], pad_id: int) -> RowBatch:
+def _batch(
+    items: Sequence[PackItem],
+    spans: Sequence[TurnSpans],
+    rows: list[Row],
+    *,
+    first_tokens: Sequence[int],
+    rows_of: NDArray[np.int64],
+    pad_id: int,
+) -> RowBatch:
     shape = (len(rows), rows[0].length)
     token_ids = np.full(shape, pad_id, np.int64)
     attention_mask = np.zeros(shape, np.bool_)
-    logprobs = np.zeros(shape, np.float32)
-    turn_index = np.full(shape, -1, np.int32)
-    trained: list[TrainedTurn] = []
+    token_index = np.full(shape, -1, np.int64)
     for b, row in enumerate(rows):
         item, span = items[row.item], spans[row.item]
         attention_mask[b, : row.length] = True
         token_ids[b, : row.length] = _row_tokens(item, span, row)
         position = item.group.prompt_ids.size
-        for depth, turn in enumerate(row.path, start=1):
+        for turn in row.path:
             if turn in row.owned:
                 actions = int(item.group.action_lengths[turn])
-                first = int(span.logprob_start[turn])
-                turn_index[b, position : position + actions] = len(trained)
-                logprobs[b, position : position + actions] = item.group.logprobs[first : first + actions]
-                trained.append(TrainedTurn(item, turn, depth))
+                first = first_tokens[row.item] + int(span.logprob_start[turn])
+                token_index[b, position : position + actions] = np.arange(first, first + actions)
             position += int(span.end[turn] - span.start[turn])
+    here = np.bincount([row.item for row in rows], minlength=len(items))
     return RowBatch(
         token_ids=token_ids,
         attention_mask=attention_mask,
-        loss_mask=turn_index >= 0,
-        behaviour_logprobs=logprobs,
-        turn_index=turn_index,
-        **opinions(trained),
+        token_index=token_index,
+        num_trees=int((here > 0).sum()),
+        whole=bool((here[here > 0] == rows_of[here > 0]).all()),
     )
-
-
-def opinions(trained: Sequence[TrainedTurn]) -> dict[str, NDArray[Any]]:
-    """The fields [J] of a batch that say what the learner thinks of each trained turn."""
-    return {
-        "advantage": np.array([item.credit.advantage[turn] for item, turn, _ in trained], np.float32),
-        "mass": np.array([item.credit.mass[turn] for item, turn, _ in trained], np.float32),
-        "age": np.array([item.ages[turn] for item, turn, _ in trained], np.int32),
-        "verdict": np.array([item.verdicts[turn] for item, turn, _ in trained], np.uint8),
-        "depth": np.array([depth for _, _, depth in trained], np.int32),
-        "turn_tokens": np.array([item.group.action_lengths[turn] for item, turn, _ in trained], np.int32),
-    }
 
 
 def _row_tokens(item: PackItem, span: TurnSpans, row: Row) -> IntArray:

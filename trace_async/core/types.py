@@ -14,8 +14,8 @@ Glossary
     permit       the right to have one root rollout issued and not yet consumed; paces the fleet
     group        one finished tree, as it travels and is trained
     mass         the share of a prompt's learning signal that a turn carries; siblings' masses sum to their parent's
-    version      number of optimizer steps the weights have had; version 0 are the start weights
-    age          trainer version minus the oldest version that sampled a turn, in optimizer steps
+    version      number of training steps the weights have had; version 0 are the start weights
+    age          trainer version minus the oldest version that sampled a turn, in training steps
     epoch        number of times the learner has started in this run; a restart may take versions back
 
 Axes: P prompt tokens · A sampled tokens of a turn · O observation tokens of a turn · K turns of a group ·
@@ -241,6 +241,7 @@ class TurnCredit:
     value: FloatArray  # mean outcome below the turn, children weighted equally
     advantage: FloatArray  # 0 where there is no baseline
     mass: FloatArray  # Omega: siblings sum to their parent's mass, turns at the prompt sum to 1
+    leaf_advantage: FloatArray | None = None  # where advantages are means over leaves: the leaves' own, NaN elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

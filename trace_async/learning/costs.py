@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import Group, GrownBy, NodeState
+from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy, NodeState
 from trace_async.methods.forecasts import bare_outcomes
 
 
@@ -32,6 +32,7 @@ class Costs:
     roots: int = 0  # root rollouts begun
     continuations: int = 0  # begun
     chains: int = 0  # root rollouts that came to an outcome
+    successes: int = 0  # of those, how many succeeded
     chain_tokens: int = 0  # sampled in those, along their own chains
     wall_s: float = 0.0  # from a start's first wait to its last step, all starts together
     generate_s: float = 0.0  # turns overlap, so the sums of both may be far over the wall time
@@ -56,8 +57,9 @@ class Costs:
             environment_steps=self.environment_steps + sum(_num_played(group) for group in groups),
             roots=self.roots + sum(int((group.grown_by == GrownBy.ROOT).sum()) for group in groups),
             continuations=self.continuations + sum(int(np.isin(group.grown_by, further).sum()) for group in groups),
-            chains=self.chains + sum(number for number, _ in chains),
-            chain_tokens=self.chain_tokens + sum(tokens for _, tokens in chains),
+            chains=self.chains + sum(number for number, _, _ in chains),
+            successes=self.successes + sum(succeeded for _, succeeded, _ in chains),
+            chain_tokens=self.chain_tokens + sum(tokens for _, _, tokens in chains),
             wall_s=self.wall_s,
             generate_s=self.generate_s + sum(_sum(group.generate_s) for group in groups),
             environment_s=self.environment_s + sum(_sum(group.environment_s) for group in groups),
@@ -80,13 +82,15 @@ def _num_played(group: Group) -> int:
     return int((group.state != NodeState.FAILED).sum())
 
 
-def _chains(group: Group) -> tuple[int, int]:
-    """Root rollouts with an outcome, and the tokens sampled in them."""
+def _chains(group: Group) -> tuple[int, int, int]:
+    """Root rollouts with an outcome, how many succeeded, and the tokens sampled in all of them."""
     own: list[bool] = []  # the turn is on a root rollout's own chain
     for parent, grown_by in zip(group.parent.tolist(), group.grown_by.tolist(), strict=True):
         own.append(grown_by == GrownBy.ROOT or (grown_by == GrownBy.CHAIN and own[parent]))
-    whole = np.array(own, np.bool_) & ~np.isnan(bare_outcomes(group))
-    return int((whole & (group.grown_by == GrownBy.ROOT)).sum()), int(group.action_lengths[whole].sum())
+    outcomes = bare_outcomes(group)
+    whole = np.array(own, np.bool_) & ~np.isnan(outcomes)
+    ended = outcomes[whole & (group.grown_by == GrownBy.ROOT)]
+    return ended.size, int((ended > SUCCESS_ABOVE).sum()), int(group.action_lengths[whole].sum())
 
 
 def _sum(seconds: NDArray[np.float32]) -> float:

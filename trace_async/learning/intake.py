@@ -1,9 +1,10 @@
 """The learner's ear and mouth: words of actors become coordinator moves and ledger entries; leases go out.
 
 Owns the shelf. Invariants: a group is durable before its Ack; the shelf holds exactly what the coordinator counts
-as shelved, so permits bound it; a group that this run could not train is refused before the ledger has it, or it would
-end every later start too; a lease is in the ledger before it is sent; only `run` sends leases and releases, so a
-handler never meets itself. Never awaits in a handler, judges ages or credit, or reads the trainer's version.
+as shelved, so permits bound it, and after a restart in lockstep also groups that wait for their round; a group that
+this run could not train is refused before the ledger has it, or it would end every later start too; a lease is in the
+ledger before it is sent; only `run` sends leases and releases, so a handler never meets itself. Never awaits in a
+handler, judges ages or credit, or reads the trainer's version.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Intake:
             self._ledger.issue(*(lease for _, lease in leases))
         for ended in self._coordinator.take_ended():
             self._ledger.reject(ended.lease_id, ended.reason)
+            self.shelf.pop(ended.lease_id, None)  # of a round that was planned again without it
         for release in self._coordinator.take_releases():
             outbox.send(release.actor_id, wire.Release(lease_ids=(release.lease_id,), reason=release.reason))
         for actor_id, lease in leases:

@@ -94,7 +94,7 @@ class Learner:
     async def _open(self) -> OpenRun:
         """Brings checkpoint and ledger together; nobody listens yet, so short blocking is fine here."""
         epoch = open_epoch(self._folder)
-        saved = saved_state(self._folder)
+        saved = saved_state(self._folder, config=self._setup.told_to_actors)
         trainer = self._parts.trainer
         if saved.trainer is not None:
             load = partial(trainer.load, saved.trainer)

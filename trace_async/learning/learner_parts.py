@@ -10,7 +10,7 @@ from typing import Protocol
 
 from trace_async.config import CoordinatorConfig, LearnerConfig, TreeConfig
 from trace_async.coordination.rounds import RoundPlanner
-from trace_async.core.packing import RowBatch
+from trace_async.core.packing import Minibatch
 from trace_async.core.types import Adapter, Canary, Group, IntArray, Json, Prefix, VersionNotice
 from trace_async.learning.batching import BatchRule
 from trace_async.learning.intake import Outbox
@@ -26,7 +26,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps the weights have had; a step without rows counts too."""
+        """Training steps the weights have had; a step without rows counts too."""
         ...
 
     @property
@@ -38,8 +38,8 @@ class Trainer(Protocol):
         """What the weights say of these prompts, each int32 [L], L >= 2."""
         ...
 
-    def step(self, batches: Sequence[RowBatch], *, denominator: float) -> Mapping[str, float]:
-        """One optimizer step; returns metrics under their final keys."""
+    def step(self, minibatches: Sequence[Minibatch]) -> Mapping[str, float]:
+        """One training step, an optimizer update for each minibatch; returns metrics under their final keys."""
         ...
 
     def save_weights(self, path: Path) -> None:

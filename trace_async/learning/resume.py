@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from trace_async.config_resume import complain, find_changes
 from trace_async.coordination.coordinator import Coordinator
 from trace_async.coordination.slots import lease_of_group
 from trace_async.core.types import Group, Json
+from trace_async.errors import UserError
 from trace_async.learning.checkpoint import newest_checkpoint, next_epoch, read_state
 from trace_async.learning.costs import Costs
 from trace_async.ledger import Ledger
@@ -43,14 +45,23 @@ class SavedState:
     coordinator: Json | None = None
     predictor: Json | None = None
     trainer: Path | None = None  # folder for `Trainer.load`
+    issued: int = 0  # leases that the ledger had
 
 
-def saved_state(folder: RunFolder) -> SavedState:
-    """The newest checkpoint, or the state of a run that has none."""
+def saved_state(folder: RunFolder, *, config: Json) -> SavedState:
+    """The newest whole checkpoint, or the state of a run that has none.
+
+    Raises UserError when `config`, the resolved configuration, contradicts it, naming the keys.
+    """
     newest = newest_checkpoint(folder.checkpoints)
     if newest is None:
         return SavedState()
     state = read_state(newest)
+    fixed, free = find_changes(state["config"], config)
+    if fixed:
+        raise UserError(f"checkpoint {newest}: {complain(fixed, where=str(folder.root))}")
+    for key, begun, now in free:
+        log.info("%s is %r, it was %r at checkpoint %s", key, now, begun, newest.name)
     return SavedState(
         step=int(state["step"]),
         costs=Costs(**state["costs"]),
@@ -58,6 +69,7 @@ def saved_state(folder: RunFolder) -> SavedState:
         coordinator=state["coordinator"],
         predictor=read_state(newest, PREDICTOR),
         trainer=newest / TRAINER,
+        issued=int(state["ledger"]["issued"]),
     )
 
 
@@ -76,8 +88,16 @@ def open_epoch(folder: RunFolder) -> int:
 def open_coordinator(
     saved: SavedState, ledger: Ledger, *, make: Callable[[], Coordinator], now_s: float
 ) -> tuple[Coordinator, dict[str, Group]]:
-    """The coordinator and the shelf as the ledger has them, seen from the checkpoint's step."""
+    """The coordinator and the shelf as the ledger has them, seen from the checkpoint's step.
+
+    Raises UserError when the ledger is older than the checkpoint.
+    """
     coordinator = make()
+    if (found := ledger.counts().issued) < saved.issued:
+        raise UserError(
+            f"the ledger knows {found} leases, the checkpoint of step {saved.step} was made with {saved.issued}: it is "
+            "of another run or an older copy; put the run's own ledger.sqlite (and -wal, if there is one) back"
+        )
     returned = ledger.rewind(saved.step)
     shelf = {group_id: decode_group(frames) for group_id, frames in ledger.shelved()}
     live = ledger.live()

@@ -9,25 +9,22 @@ the step starts from; counters reconcile at every step, or the run ends. Never t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from trace_async.coordination.coordinator import Coordinator
 from trace_async.core.types import Group, Json
 from trace_async.errors import InvariantError
 from trace_async.learning.batching import Batch, as_of, make_batch
-from trace_async.learning.checkpoint import write_checkpoint
 from trace_async.learning.costs import Costs
 from trace_async.learning.honesty import Honesty
 from trace_async.learning.intake import Intake
 from trace_async.learning.learner_parts import Channel, LearnerParts, LearnerSetup
 from trace_async.learning.measures import batch_measures, total_measures
-from trace_async.learning.resume import PREDICTOR, TRAINER
+from trace_async.learning.saving import Saver
 from trace_async.learning.status import LearnerPhase
 from trace_async.metrics import STEP, Row, Value
 from trace_async.publication.store import Published
@@ -74,6 +71,7 @@ class TrainLoop:
         self._clock = clock
         self._costs = opened.costs
         self._honesty = opened.honesty
+        self._saver = Saver(parts, setup=setup, folder=folder, costs=opened.costs)
         self._wall_until_s = clock()  # what the costs have of this start's wall time
         self._steps = parts.trainer.version  # made and recorded
         self._published_bytes = 0
@@ -100,13 +98,17 @@ class TrainLoop:
         """
         self._enter("wait")
         while not self._over():
-            batch = self._coordinator.next_batch(wanted_roots=self._intake.wanted_roots)
-            if batch:
+            if (batch := self._next_batch()) is not None:
                 await self._step(batch)
                 self._enter("wait")
             else:
                 await self._intake.changed.wait()
                 self._intake.changed.clear()
+
+    def _next_batch(self) -> list[str] | None:
+        notice = self._intake.notice
+        assert notice is not None, "a version is published before the loop runs"
+        return self._coordinator.next_batch(version=notice.version, wanted_roots=self._intake.wanted_roots)
 
     async def publish(self) -> None:
         """Make the trainer's weights the version to sample with, and the predictor of now the one to plan with."""
@@ -170,6 +172,8 @@ class TrainLoop:
         await self.publish()
         self._steps += 1
         self._intake.consume(batch.by_group(), step=self._steps)
+        # now, because leases go out at the next await
+        totals = total_measures(self._coordinator.reconcile(), max_permits=self._coordinator.max_permits)
         published_s = self._clock()
         self._costs, measures = await self._in_worker(partial(self._measure, batch))
         now_s = self._clock()
@@ -182,7 +186,7 @@ class TrainLoop:
             "timing_s/publish": published_s - observed_s,
             "timing_s/step": now_s - waited_since_s,
         }
-        self._report({**measures, **stats, **times})
+        self._report({**totals, **measures, **stats, **times})
         if self._steps % self._setup.learner.checkpoint_every_steps == 0:
             await self._save()
 
@@ -191,7 +195,7 @@ class TrainLoop:
         trainer = self._parts.trainer
         before = trainer.version
         batch = make_batch(groups, rule=self._setup.rule, version=before, epoch=self._epoch)
-        stats = trainer.step(batch.rows, denominator=batch.denominator)
+        stats = trainer.step(batch.minibatches)
         if trainer.version != before + 1:
             raise InvariantError(f"the trainer went from version {before} to {trainer.version} in one step")
         return batch, stats
@@ -203,13 +207,11 @@ class TrainLoop:
         return self._costs.after(groups), {**measures, **self._honesty.measure(groups)}
 
     def _report(self, measures: Row) -> None:
-        counts = self._coordinator.reconcile()
         row: Row = {
             STEP: self._steps,
             "training/version": self._parts.trainer.version,
             "training/epoch": self._epoch,
             **self._costs.row(),
-            **total_measures(counts, max_permits=self._coordinator.max_permits),
             **self._intake.rates.read(self._clock(), self._intake.statuses),
             **self._publication_measures(),
             **measures,
@@ -257,23 +259,8 @@ class TrainLoop:
     async def _save(self) -> None:
         """One checkpoint of this step; the ledger forgets what no kept checkpoint could ask for."""
         self._enter("checkpoint")
-        state = {
-            "step": self._steps,
-            "version": self._parts.trainer.version,
-            "epoch": self._epoch,
-            "costs": asdict(self._costs),
-            "honesty": self._honesty.state(),
-            "coordinator": self._coordinator.state(),
-        }
-
-        def fill(directory: Path) -> None:
-            (directory / TRAINER).mkdir()
-            self._parts.trainer.save(directory / TRAINER)
-            predictor = json.dumps(self._parts.predictor.state(), allow_nan=False)
-            (directory / PREDICTOR).write_text(predictor, encoding="utf-8")
-
-        keep = self._setup.learner.keep_checkpoints
-        write = partial(write_checkpoint, self._folder.checkpoints, step=self._steps, state=state, fill=fill, keep=keep)
+        state = {"epoch": self._epoch, "honesty": self._honesty.state(), "coordinator": self._coordinator.state()}
+        write = self._saver.prepare(step=self._steps, costs=self._costs, state=state)
         self._parts.ledger.forget(await self._in_worker(write))
 
     async def _in_worker(self, work: Callable[[], T]) -> T:

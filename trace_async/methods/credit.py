@@ -31,7 +31,7 @@ from trace_async.methods.credit_tree_grpo import tree_grpo_credit
 from trace_async.methods.credit_treepo import treepo_credit
 from trace_async.methods.registry import pick
 
-__all__ = ["CREDITS", "CreditRule", "credit_rule", "flat_credit", "sibling_credit"]
+__all__ = ["CREDITS", "LEAF_RULES", "CreditRule", "credit_rule", "flat_credit", "sibling_credit"]
 
 CREDITS: dict[str, CreditRule] = {
     "sibling": sibling_credit,
@@ -44,6 +44,9 @@ CREDITS: dict[str, CreditRule] = {
     "treepo_mean": partial(treepo_credit, by_size=False),
     "tree_grpo": tree_grpo_credit,
 }
+
+LEAF_RULES = frozenset({"flat", "flat_normalised", "rloo", "treepo", "treepo_mean", "tree_grpo"})
+"""Rules that give every leaf an advantage of its own, of which a turn's is the mean."""
 
 
 def credit_rule(name: str) -> CreditRule:

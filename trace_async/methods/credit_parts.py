@@ -8,6 +8,7 @@ keep the invariants of `credit.py`. Pure, and with no opinion about baselines. L
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -96,7 +97,9 @@ def fold_leaves(group: Group, outcomes: Outcomes, leaf_advantage: Floats) -> Tur
     value = np.divide(sum_below(group, total)[:PROMPT], num_below, out=np.full(group.num_turns, np.nan), where=some)
     advantage = np.divide(sum_below(group, own)[:PROMPT], num_below, out=np.zeros(group.num_turns), where=some)
     scale = float(np.abs(own).max(initial=0.0))
-    return turn_credit(value + outcomes.low, exact_zeros(advantage, scale), num_below / max(int(is_leaf.sum()), 1))
+    credit = turn_credit(value + outcomes.low, exact_zeros(advantage, scale), num_below / max(int(is_leaf.sum()), 1))
+    own_or_nan = np.where(is_leaf, exact_zeros(leaf_advantage, scale), np.nan).astype(np.float32)
+    return replace(credit, leaf_advantage=own_or_nan)
 
 
 def sum_below(group: Group, own: Floats) -> Floats:

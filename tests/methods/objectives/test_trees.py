@@ -1,9 +1,10 @@
-"""The objective on packed trees: equal to the flattened tree, indifferent to what became context."""
+"""Objectives on packed trees: equal to the flattened tree, indifferent to what became context."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,39 +13,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.builders import group_from_spec, random_group, spec
-from tests.methods.objective_cases import OPEN, coefficients
+from tests.builders import chain_group, group_from_spec, random_group, spec
+from tests.methods.objectives.kit import OPEN, UNCAPPED, Turn, coefficients, evaluate, turns_of
+from tests.methods.objectives.references import REFERENCES, LeafRows
 from trace_async.config import ObjectiveConfig
 from trace_async.core.group import paths, turn_spans
-from trace_async.core.packing import PackItem, RowBatch, pack
+from trace_async.core.packing import RowBatch, denominators, first_tokens, pack
+from trace_async.core.rows import PackItem, Signal
+from trace_async.core.turn_table import TurnTable, make_table
 from trace_async.core.types import Group, NodeState, TurnCredit, Verdict
 from trace_async.methods.credit import CreditRule, flat_credit, sibling_credit
-from trace_async.methods.objective import ObjectiveBatch, to_tensors, tree_tis
+from trace_async.methods.objective_kinds import KINDS, Normaliser, options_of
+from trace_async.methods.objectives.registry import ChosenObjective
+from trace_async.methods.objectives.turns import TurnTensors, to_tensors
 
 
-def only_batch(group: Group, credit: TurnCredit, *, context: tuple[int, ...] = ()) -> RowBatch:
+class Packed(NamedTuple):
+    """One group as the learner packs it."""
+
+    item: PackItem
+    table: TurnTable
+    rows: RowBatch
+
+    def at_hand(self, logprobs: Tensor) -> tuple[Tensor, TurnTensors]:
+        """Log-probabilities [N] of all sampled tokens, and the turns, as an objective gets them: in order of rows."""
+        places = self.rows.token_index[self.rows.scored]
+        return logprobs[torch.from_numpy(places)], to_tensors(self.table, tokens=places)
+
+
+def packed(group: Group, credit: TurnCredit, *, context: tuple[int, ...] = (), kind: str = "tree_tis") -> Packed:
     """The packed rows of one group of fresh turns; turns in `context` are too old to train."""
     verdicts = np.full(group.num_turns, Verdict.TRAIN, np.uint8)
     verdicts[list(context)] = Verdict.CONTEXT
-    item = PackItem(group=group, credit=credit, verdicts=verdicts, ages=np.zeros(group.num_turns, np.int32))
-    (rows,) = pack([item], pad_id=0, micro_batch_tokens=100_000)
-    return rows
+    ages = np.zeros(group.num_turns, np.int32)
+    item = PackItem(group=group, credit=credit, verdicts=verdicts, ages=ages, signal=KINDS[kind].signal)
+    (rows,) = pack([item], first_tokens=first_tokens([item]), pad_id=0, micro_batch_tokens=100_000)
+    return Packed(item, make_table([item]), rows)
 
 
-def table_of(group: Group, rng: np.random.Generator) -> Tensor:
+def other_policy(group: Group, rng: np.random.Generator) -> Tensor:
     """Log-probability of each sampled token of a group under some other policy, the leaf variables of autograd."""
     shift = rng.normal(0.0, 0.7, group.num_sampled_tokens)
     values = np.minimum(group.logprobs + shift, -1e-3).astype(np.float32)
     return torch.from_numpy(values).requires_grad_()
-
-
-def by_rows(group: Group, rows: RowBatch, table: Tensor) -> Tensor:
-    """Log-probabilities [B, T] of packed rows, gathered from the table: turns are told apart by their behaviour."""
-    found = torch.zeros(rows.token_ids.shape)
-    where = {float(mu): m for m, mu in enumerate(group.logprobs)}
-    for b, t in zip(*np.nonzero(rows.loss_mask), strict=True):
-        found[b, t] = table[where[float(rows.behaviour_logprobs[b, t])]]
-    return found
 
 
 def flattened_loss(group: Group, table: Tensor, *, weights: dict[int, float], advantages: dict[int, float]) -> Tensor:
@@ -83,10 +94,10 @@ def test_packed_rows_have_the_gradient_of_the_flattened_tree(seed: int, hierarch
     credit = TurnCredit(
         value=shares, advantage=mean.astype(np.float32), mass=np.where(mass > 0, mass, 0).astype(np.float32)
     )
-    rows, table = only_batch(group, credit), table_of(group, rng)
+    table = other_policy(group, rng)
     config = replace(OPEN, cap_positive=2.0, cap_negative=2.0)
 
-    loss, _ = tree_tis(by_rows(group, rows, table), to_tensors(rows), config)
+    loss = evaluate(*packed(group, credit).at_hand(table), config).loss
 
     expected = flattened_loss(group, table, weights=weights, advantages=advantages)
     torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
@@ -98,13 +109,13 @@ def test_packed_rows_have_the_gradient_of_the_flattened_tree(seed: int, hierarch
 def test_turning_the_first_turns_into_context_leaves_the_gradient_of_later_turns_alone() -> None:
     group = group_from_spec([spec(spec(outcome=1.0), spec(outcome=0.0)), spec(spec(outcome=0.0), spec(outcome=1.0))])
     credit = replace(sibling_credit(group), advantage=np.array([1, 1, -1, -1, -0.5, 0.5], np.float32))
-    table = table_of(group, np.random.default_rng(0))
+    table = other_policy(group, np.random.default_rng(0))
     first_turns = tuple(np.flatnonzero(group.parent < 0).tolist())
 
-    gradients = []
-    for rows in (only_batch(group, credit), only_batch(group, credit, context=first_turns)):
-        loss, _ = tree_tis(by_rows(group, rows, table), to_tensors(rows), OPEN)
-        gradients.append(torch.autograd.grad(loss, table)[0])
+    gradients = [
+        torch.autograd.grad(evaluate(*rows.at_hand(table), OPEN).loss, table)[0]
+        for rows in (packed(group, credit), packed(group, credit, context=first_turns))
+    ]
 
     spans = turn_spans(group)
     below = torch.ones(group.num_sampled_tokens, dtype=torch.bool)
@@ -116,21 +127,64 @@ def test_turning_the_first_turns_into_context_leaves_the_gradient_of_later_turns
     assert not gradients[1][~below].any()
 
 
+@pytest.mark.parametrize("kind", ["tree_tis", "ppo", "dr_grpo", "icepop", "dppo", "ipo", "m2po"])
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [(sibling_credit, {1 / 4, -1 / 4}), (flat_credit, {1 / 9, 2 / 9, -1 / 9})],
 )
-def test_on_policy_every_token_has_mass_times_advantage(rule: CreditRule, expected: set[float]) -> None:
+def test_on_policy_every_token_has_mass_times_advantage(rule: CreditRule, expected: set[float], kind: str) -> None:
     """The forked tree of the worked numbers; with the same policy on both sides every ratio is one."""
     group = group_from_spec([spec(spec(spec(outcome=1.0), spec(outcome=0.0)), spec(spec(outcome=0.0)))])
-    rows = only_batch(group, rule(group))
-    batch = to_tensors(rows)
+    rows = packed(group, rule(group), kind=kind)
+    logprobs, turns = rows.at_hand(torch.from_numpy(group.logprobs.copy()))
 
-    found = coefficients(torch.from_numpy(rows.behaviour_logprobs.copy()).requires_grad_(), batch, ObjectiveConfig())
+    found = coefficients(logprobs, turns, ObjectiveConfig(kind=kind))
 
-    per_turn = (batch.mass * batch.advantage)[batch.turn_index.clamp(min=0)]
-    torch.testing.assert_close(found, torch.where(batch.turn_index >= 0, per_turn, 0.0))
-    assert {round(x, 6) for x in found.flatten().tolist()} == {0.0, *(round(x, 6) for x in expected)}
+    torch.testing.assert_close(found, (turns.mass * turns.advantage)[turns.turn])
+    seen = {round(x, 6) for x in found.tolist()} - {0.0}
+    assert seen == {round(x, 6) for x in expected}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, entry in KINDS.items() if entry.signal is not Signal.MASS])
+def test_chains_have_the_loss_of_a_flat_trainer(kind: str) -> None:
+    """One row per response, advantage = outcome - mean, the sum over rows divided as the paper says."""
+    group = chain_group((1.0, 0.25, 0.0, 0.0), turns=2)
+    group = replace(group, logprobs=np.linspace(-1.9, -0.4, group.num_sampled_tokens, dtype=np.float32))
+    shape, outcome = (4, -1), np.array([1.0, 0.25, 0.0, 0.0], np.float32)
+    config, every = replace(UNCAPPED, kind=kind), other_policy(group, np.random.default_rng(1))
+    whole = packed(group, flat_credit(group), kind=kind)
+    objective = ChosenObjective(config)
+
+    loss = objective(*whole.at_hand(every))[0] / objective.denominator(denominators([whole.item]))
+
+    logprobs, mu = every.view(shape), torch.from_numpy(group.logprobs.copy()).view(shape)
+    advantage = torch.from_numpy(outcome - outcome.mean())[:, None].expand_as(mu)
+    turn = torch.arange(group.num_turns).repeat_interleave(2).view(shape)
+    rows = LeafRows(
+        logprobs=logprobs,
+        mu=mu,
+        proximal=mu,
+        advantage=advantage,
+        net=advantage,
+        age=torch.zeros(mu.shape),
+        tight=torch.zeros(mu.shape, dtype=torch.bool),
+        turn=turn,
+        trained=torch.ones(mu.shape, dtype=torch.bool),
+        weight=torch.ones(4, 1),
+        leaf=turn[:, -1],
+        turns=whole.at_hand(every)[1],
+    )
+    count = {
+        Normaliser.TOKENS: mu.numel(),
+        Normaliser.TURNS: group.num_turns,
+        Normaliser.PROMPTS: len(outcome),
+        Normaliser.CONSTANT: len(outcome) * 1024,
+    }[KINDS[kind].normaliser]
+    expected = REFERENCES[kind](rows, config, options_of(config)) / count
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
+    slopes = [torch.autograd.grad(each, every)[0] for each in (loss, expected)]
+    torch.testing.assert_close(slopes[0], slopes[1], atol=1e-6, rtol=1e-5)
+    assert slopes[0].any()
 
 
 LOGITS, BEHAVIOUR_LOGITS = (0.4, -0.3, 0.8), (-0.2, 0.5, 0.1)  # of action 1: at the root, below 0, below 1
@@ -149,19 +203,12 @@ def expected_gradient(*, corrected: bool, baseline: float) -> list[float]:
         for children in product((0, 1), repeat=3 if root == 0 else 1):
             taken = [(root, 0), *((child, 1 + root) for child in children)]
             values = [REWARD[root][child] for child in children]
-            logprobs = torch.stack([trained_by[turn] for turn in taken])[:, None]
-            recorded = torch.stack([mu[turn] for turn in taken])[:, None]
-            batch = ObjectiveBatch(
-                behaviour_logprobs=recorded if corrected else logprobs.detach(),
-                turn_index=torch.arange(len(taken))[:, None],
-                advantage=torch.tensor([sum(values) / len(values), *values]) - baseline,
-                mass=torch.tensor([1.0, *([1 / len(values)] * len(values))]),
-                age=torch.zeros(len(taken), dtype=torch.int64),
-                tight=torch.zeros(len(taken), dtype=torch.bool),
-                depth=torch.ones(len(taken), dtype=torch.int64),
-            )
-            uncapped = replace(OPEN, cap_positive=1e6, cap_negative=1e6)
-            loss = loss + recorded.sum().exp() * tree_tis(logprobs, batch, uncapped)[0]
+            logprobs = torch.stack([trained_by[turn] for turn in taken])
+            recorded = torch.stack([mu[turn] for turn in taken])
+            first = Turn(advantage=sum(values) / len(values) - baseline)
+            below = [Turn(parent=0, advantage=value - baseline, mass=1 / len(values)) for value in values]
+            turns = replace(turns_of(first, *below), behaviour_logprobs=recorded if corrected else logprobs.detach())
+            loss = loss + recorded.sum().exp() * evaluate(logprobs, turns, UNCAPPED).loss
     return (-torch.autograd.grad(loss, logits)[0]).tolist()
 
 

@@ -1,0 +1,1 @@
+"""The off-policy-corrected objectives, one file each, and what they share."""
