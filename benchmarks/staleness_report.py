@@ -20,8 +20,8 @@ from benchmarks.study_report import interval
 Result = Mapping[str, Any]
 
 COLOURS = {
-    **{"none": "#7f7f7f", "tis": "#1f77b4", "default": "#d62728", "decoupled": "#9467bd"},
-    **{"m2po": "#ff7f0e", "lpo": "#2ca02c", "default_m2": "#000000", "ppo": "#17becf"},
+    **{"none": "#7f7f7f", "tis": "#1f77b4", "unbraked": "#d62728", "decoupled": "#9467bd"},
+    **{"m2po": "#ff7f0e", "lpo": "#2ca02c", "default": "#000000", "ppo": "#17becf"},
     **{"no_veto": "#8c564b", "no_soft": "#e377c2", "no_mask": "#bcbd22"},
 }
 ABLATIONS = ("no_veto", "no_soft", "no_mask")

@@ -56,11 +56,13 @@ class Method:
     soft: bool = False  # keeps the soft bound on ages, beyond which caps are 1
 
 
+NO_BRAKE: dict[str, object] = {"m2_budget": 0.0}
 NO_VETO: dict[str, object] = {"veto_low": 0.0, "veto_high": 1e9, "veto_token": 0.0}
 
 METHODS: dict[str, Method] = {
     "none": Method(label="no correction", objective={"kind": "reinforce", **NO_VETO}),
     "tis": Method(label="TIS", objective={"kind": "reinforce", "options.cap": 2.0, **NO_VETO}),
+    "unbraked": Method(label="default without its brake", objective=NO_BRAKE, soft=True),
     "default": Method(label="default", soft=True),
     "decoupled": Method(
         label="decoupled PPO",
@@ -68,13 +70,12 @@ METHODS: dict[str, Method] = {
     ),
     "m2po": Method(label="M2PO", objective={"kind": "m2po", "cap_decay": 1.0, **NO_VETO}),
     "lpo": Method(label="LPO", objective={"kind": "lpo", **NO_VETO}),
-    "no_veto": Method(label="default, no veto", objective=NO_VETO, soft=True),
-    "no_soft": Method(label="default, no soft bound"),
-    "default_m2": Method(label="default with M2 budget", objective={"m2_budget": 0.04}, soft=True),
+    "no_veto": Method(label="no brake, no veto", objective={**NO_BRAKE, **NO_VETO}, soft=True),
+    "no_soft": Method(label="no brake, no soft bound", objective=NO_BRAKE),
     "ppo": Method(label="PPO", objective={"kind": "ppo", "cap_decay": 1.0, **NO_VETO}),
-    "no_mask": Method(label="M2PO, no mask", objective={"cap_decay": 1.0, **NO_VETO}),
+    "no_mask": Method(label="M2PO, no mask", objective={"cap_decay": 1.0, **NO_BRAKE, **NO_VETO}),
 }
-MAIN = ("none", "tis", "default", "decoupled", "m2po", "lpo")
+MAIN = ("none", "tis", "unbraked", "default", "decoupled", "m2po", "ppo", "lpo")
 """The study; the others say which part of a method does what."""
 
 

@@ -56,13 +56,15 @@ def test_the_size_of_micro_batches_changes_nothing(policy_path: Path) -> None:
     batch = items(2)
     results = []
     for micro_batch_tokens in (64, 100_000):
-        trainer = make_trainer(policy_path, objective=ObjectiveConfig())
+        trainer = make_trainer(policy_path, objective=ObjectiveConfig(veto_low=0, veto_high=1e9, veto_token=0))
         part = minibatch(batch, layout=pack_trees, micro_batch_tokens=micro_batch_tokens)
         results.append((len(part.rows), trainer.step([part])))
     (many, first), (few, second) = results
     assert many > few
     for key in ("actor/grad_norm", "actor/pg_loss", "objective/kl_k3", "objective/ess_ratio", "actor/loss_tokens"):
         assert first[key] == pytest.approx(second[key], rel=1e-4, abs=1e-7)
+    assert first["actor/grad_norm"] > 0
+    assert first["objective/held_back_share"] == second["objective/held_back_share"] > 0  # over the update, not a batch
 
 
 def test_a_resumed_trainer_goes_on_to_the_bit(policy_path: Path, tmp_path: Path) -> None:
