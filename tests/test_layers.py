@@ -21,6 +21,7 @@ LAYERS = {
         "config",
         "config_check",
         "config_load",
+        "disk",
         "config_resume",
         "devices",
         "model_probe",

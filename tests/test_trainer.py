@@ -166,3 +166,19 @@ def test_a_window_longer_than_any_packed_tree_does_no_harm(tmp_path: Path) -> No
     learner = LearnerConfig(micro_batch_tokens=8)
     trainer = Trainer(tmp_path, learner=learner, objective=OPEN_OBJECTIVE, temperature=1.0, seed=0)
     assert trainer.packs_trees
+
+
+def test_a_window_longer_than_any_path_does_no_harm_however_long_a_batch_is(tmp_path: Path) -> None:
+    decoder("window of 8").save_pretrained(tmp_path)
+    found = [
+        Trainer(
+            tmp_path,
+            learner=LearnerConfig(),
+            objective=OPEN_OBJECTIVE,
+            temperature=1.0,
+            seed=0,
+            max_path_tokens=longest,
+        ).packs_trees
+        for longest in (8, 40)
+    ]
+    assert found == [True, False]

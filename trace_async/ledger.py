@@ -16,7 +16,6 @@ commit of one group takes 0.1 to 0.4 ms at 20 to 200 kB (4 ms if each waited for
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from trace_async.core.types import GroupVerdict, Lease
+from trace_async.disk import sync
 from trace_async.errors import InvariantError, UserError, WireError
 from trace_async.transport.wire import MAX_ARRAYS, Frames, LeaseMessage, decode, encode
 
@@ -200,11 +200,7 @@ class Ledger:
         # a commit is in the log, or in the database since SQLite moved and synced it
         for path in (Path(f"{self._path}-wal"), self._path, self._path.parent):
             if path.exists():
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+                sync(path)
 
     def counts(self) -> LedgerCounts:
         """How many leases stand where."""

@@ -72,8 +72,10 @@ class Trainer:
         temperature: float,
         seed: int,
         publish_dtype: str = "float32",
+        max_path_tokens: int | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        """`max_path_tokens`: no path is longer (None: than a batch), so a sliding window that is not matters not."""
         torch.set_num_threads(learner.threads)
         torch.manual_seed(seed)
         model = load_model(policy_path)
@@ -93,7 +95,7 @@ class Trainer:
         self._objective = ChosenObjective(objective)
         # Probes compare two ways of computing the same, so they come before anything rounds.
         self._scorer = Scorer(self.model, temperature=temperature)
-        self.packs_trees = self._scorer.probe_trees(learner.micro_batch_tokens)
+        self.packs_trees = self._scorer.probe_trees(max_path_tokens or learner.micro_batch_tokens)
         _prepare_layers(self.model, learner, ranks)
         self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         self._skipped_steps = 0

@@ -180,3 +180,23 @@ def test_all_complaints_are_told_at_once_with_their_keys() -> None:
         check_objective(config_of("topr", proximal="recomputed", credit="sibling"))
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["objective.proximal", "learner.credit"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "key", "cure"),
+    [
+        ("m2po", {"floor_low": 0.1}, "floor_low", "set variant = 'clip'"),
+        ("m2po", {"floor_high": 0.1}, "floor_high", "set variant = 'clip'"),
+        ("vtrace", {"future": "none", "future_bar": 2.0}, "future_bar", "set future = 'geometric' or 'product'"),
+        ("vtrace", {"prefix": "none", "prefix_bar": 2.0}, "prefix_bar", "set prefix = 'minimum' or 'product'"),
+    ],
+)
+def test_an_option_that_another_keeps_from_being_read_is_refused(
+    kind: str, options: dict[str, object], key: str, cure: str
+) -> None:
+    assert cure in complaints(config_of(kind, options=options))[f"objective.options.{key}"]
+
+
+def test_a_turn_that_is_vetoed_still_counts_in_the_ratio_of_its_path() -> None:
+    """So no veto makes the clip of whole paths unreachable."""
+    assert not complaints(config_of("gspo_path", veto_token=0.999))

@@ -144,6 +144,7 @@ def _build_trainer(config: Config, ranks: Ranks) -> Trainer:
         temperature=config.engine.temperature,
         seed=config.run.seed,
         publish_dtype=config.engine.dtype,
+        max_path_tokens=config.tree.max_context_tokens,
         ranks=ranks,
     )
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trace_async.core.types import Json
+from trace_async.disk import sync
 from trace_async.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def drop_old(root: Path, *, keep: int, keep_best: bool) -> int:
     folders = {step: root / f"step_{step:06d}" for step in steps}
     kept = steps[-keep:]
     former = [path for path in root.iterdir() if _BEST.fullmatch(path.name)]
-    best = _most_successful([*former, *folders.values()]) if keep_best else None
+    best = next(iter(_by_success([*former, *folders.values()])), None) if keep_best else None
     for step in steps[:-keep]:
         if folders[step] == best:
             best = root / f"best_{step:06d}"
@@ -114,8 +115,8 @@ def find_checkpoint(root: Path, *, best: bool = False) -> Path | None:
     """The newest whole checkpoint, or the most successful; None without any. Changes nothing, so a run may go on."""
     steps = [root / f"step_{step:06d}" for step in reversed(list_steps(root))]
     former = [path for path in root.iterdir() if _BEST.fullmatch(path.name)] if root.is_dir() else []
-    whole = [folder for folder in [*steps, *former] if find_fault(folder) is None]
-    return _most_successful(whole) if best else next(iter(whole), None)
+    folders = _by_success([*steps, *former]) if best else [*steps, *former]
+    return next((folder for folder in folders if find_fault(folder) is None), None)
 
 
 def find_fault(folder: Path) -> str | None:
@@ -164,7 +165,8 @@ def _entry(path: Path) -> dict[str, int | str]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def _most_successful(folders: list[Path]) -> Path | None:
+def _by_success(folders: list[Path]) -> list[Path]:
+    """Those of known success, the best first, of equal ones the newest."""
     rated: list[tuple[float, int, Path]] = []
     for folder in folders:
         try:
@@ -172,7 +174,7 @@ def _most_successful(folders: list[Path]) -> Path | None:
             rated.append((float(listed["success"]), int(listed["step"]), folder))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or nothing is known of its success: not the best
-    return max(rated)[2] if rated else None
+    return [folder for _, _, folder in sorted(rated, reverse=True)]
 
 
 def _set_aside(damaged: dict[Path, str], *, instead: Path) -> None:
@@ -187,12 +189,3 @@ def _set_aside(damaged: dict[Path, str], *, instead: Path) -> None:
 def _remove_aside(root: Path) -> None:
     for path in root.glob("step_*" + _ASIDE):
         shutil.rmtree(path)
-
-
-def sync(path: Path) -> None:
-    """Brings a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

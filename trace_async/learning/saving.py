@@ -15,7 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trace_async.core.types import Json
-from trace_async.learning.checkpoint import drop_old, sync, write_checkpoint
+from trace_async.disk import sync
+from trace_async.learning.checkpoint import drop_old, write_checkpoint
 from trace_async.learning.costs import Costs
 from trace_async.learning.learner_parts import LearnerParts, LearnerSetup
 from trace_async.learning.resume import PREDICTOR, TRAINER

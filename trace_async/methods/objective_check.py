@@ -14,6 +14,8 @@ from trace_async.methods.objective_kinds import (
     KINDS,
     ClipOptions,
     LpoOptions,
+    M2poOptions,
+    VtraceOptions,
     WindowOptions,
     kind_of,
     options_of,
@@ -34,7 +36,7 @@ def find_objective_problems(config: Config) -> list[tuple[str, str]]:
         *_check_anchor(config),
         *_check_credit(config),
         *_check_clips(config),
-        *_check_lpo(config),
+        *_check_idle(config),
     ]
 
 
@@ -129,11 +131,25 @@ def _lowest(options: object) -> tuple[float | None, str]:
     return None, ""
 
 
-def _check_lpo(config: Config) -> Iterator[tuple[str, str]]:
-    options = options_of(config.objective)
-    if isinstance(options, LpoOptions) and "alpha" in config.objective.options and options.divergence != "alpha":
-        yield (
-            "objective.options.alpha",
-            f"is {options.alpha:g}, but objective.options.divergence = {options.divergence!r} has no alpha; remove it, "
-            "or set divergence = 'alpha'",
-        )
+def _check_idle(config: Config) -> Iterator[tuple[str, str]]:
+    """Options that were set and that another option keeps from doing anything."""
+    options, given = options_of(config.objective), config.objective.options
+    for name, switch, wanted in _SWITCHED.get(type(options), ()):
+        if name in given and getattr(options, switch) not in wanted:
+            cure = " or ".join(repr(choice) for choice in wanted)
+            yield (
+                f"objective.options.{name}",
+                f"is {given[name]!r}, but objective.options.{switch} = {getattr(options, switch)!r} does not read it; "
+                f"remove it, or set {switch} = {cure}",
+            )
+
+
+_SWITCHED: dict[type, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    LpoOptions: (("alpha", "divergence", ("alpha",)),),
+    M2poOptions: (("floor_low", "variant", ("clip",)), ("floor_high", "variant", ("clip",))),
+    VtraceOptions: (
+        ("future_bar", "future", ("geometric", "product")),
+        ("prefix_bar", "prefix", ("minimum", "product")),
+    ),
+}
+"""By kind: an option, the one that decides whether it is read, and for which of its values it is."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from trace_async.core.types import Adapter, Canary, Json, VersionNotice
+from trace_async.disk import sync
 from trace_async.errors import ConfigError
 from trace_async.publication.header import read_header
 from trace_async.publication.manifest import (
@@ -112,9 +113,9 @@ class VersionStore:
             adapter=adapter,
         )
         data = to_bytes(manifest)
-        _sync(self._directory)  # after a power cut the manifest must not be there without the others
+        sync(self._directory)  # after a power cut the manifest must not be there without the others
         self._put(names.manifest, lambda path: _write(path, data))
-        _sync(self._directory)
+        sync(self._directory)
         self._kept.append(_Kept(base, version))
         return Published(
             VersionNotice(
@@ -152,7 +153,7 @@ class VersionStore:
         try:
             write(aside)
             with ThreadPoolExecutor(1, thread_name_prefix="sync") as disk:
-                synced = disk.submit(_sync, aside)
+                synced = disk.submit(sync, aside)
                 entry = describe_file(aside, name=name)
                 synced.result()
             os.replace(aside, self._directory / name)
@@ -194,12 +195,3 @@ def _lock(directory: Path) -> int:
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

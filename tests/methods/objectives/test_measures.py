@@ -69,7 +69,26 @@ def test_what_was_seen_does_not_depend_on_the_objective(config: ObjectiveConfig)
     turns = case.tensors()
     _, stats = ChosenObjective(config)(case.policy(), turns)
     _, plain = ChosenObjective(replace(config, kind="tree_tis", options={}, proximal="behaviour"))(case.policy(), turns)
-    seen = [column for column, name in enumerate(COLUMNS) if name not in ("capped", "vetoed")]
+    seen = [column for column, name in enumerate(COLUMNS) if name not in ("capped", "masked", "vetoed")]
     assert torch.equal(stats.age[:, seen], plain.age[:, seen])
     assert torch.equal(stats.sign[:, seen], plain.sign[:, seen])
     assert torch.equal(stats.weights, plain.weights)
+
+
+def test_a_vetoed_turn_has_no_part_in_the_effective_sample_size_nor_in_what_was_capped() -> None:
+    """It trains nothing; with its ratio of 900 it would leave one turn in a hundred."""
+    turns = turns_of(*[Turn(mu=(0.5,))] * 9, Turn(mu=(0.001,)))
+    _, stats = ChosenObjective(replace(OPEN, veto_high=10.0))(policy(*[(0.5,)] * 9, (0.9,)), turns)
+    metrics = finish_stats(stats)
+    assert metrics["objective/vetoed_share"] == pytest.approx(0.1)
+    assert metrics["objective/ess_ratio"] == pytest.approx(1.0)
+    assert metrics["objective/capped_share"] == 0.0
+
+
+def test_what_a_mask_took_away_is_counted_beside_what_was_bounded() -> None:
+    """IcePop's window is [.5, 5] and the cap 2: ratios 1, 3, 6 and .4 are free, capped, masked and masked."""
+    turns = turns_of(*[Turn(mu=(0.1,))] * 4)
+    config = replace(OPEN, kind="icepop", cap_positive=2.0)
+    metrics = finish_stats(ChosenObjective(config)(policy((0.1,), (0.3,), (0.6,), (0.04,)), turns)[1])
+    assert metrics["objective/capped_share"] == 0.75
+    assert metrics["objective/masked_share"] == 0.5

@@ -246,3 +246,10 @@ def test_the_belief_does_not_matter_while_nothing_is_truncated() -> None:
     config = vtrace(baseline="belief", **UNTRUNCATED)
     for belief in (0.0, 0.9):
         assert expected_gradient(config, roots=1, belief=belief) == pytest.approx(TRUE, abs=2e-6)
+
+
+def test_a_turn_that_was_chosen_is_compared_with_all_draws_and_is_none_of_them() -> None:
+    """Draws 1 and 0, a chosen turn of 1: its baseline is their mean, theirs are each other."""
+    turns = turns_of(Turn(outcome=1.0, mass=0.5), Turn(outcome=0.0, mass=0.5), Turn(outcome=1.0, mass=0.5, drawn=False))
+    found = coefficients(turns.behaviour_logprobs, turns, vtrace())
+    assert found.tolist() == pytest.approx([0.5, -0.5, 0.25])

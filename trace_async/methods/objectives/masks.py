@@ -41,7 +41,7 @@ def icepop(logprobs: Tensor, turns: TurnTensors, config: ObjectiveConfig, option
     inside = (ratios.ratio >= options.low) & (ratios.ratio <= options.high)
     coefficient = (turns.mass * turns.advantage * ratios.usable)[turns.turn]
     gain = coefficient * torch.minimum(cap, ratios.ratio) * inside * ratios.logprobs
-    return Surrogate(-gain.sum(), ~inside | (ratios.ratio > cap), ratios.vetoed)
+    return Surrogate(-gain.sum(), ~inside | (ratios.ratio > cap), ratios.vetoed, ~inside)
 
 
 def dppo(logprobs: Tensor, turns: TurnTensors, config: ObjectiveConfig, options: DppoOptions) -> Surrogate:
@@ -69,10 +69,9 @@ def weigh_kept(
     weight = positive * keep_positive * torch.minimum(cap_positive, ratios.ratio)
     weight = weight + negative * keep_negative * torch.minimum(cap_negative, ratios.ratio)
     gain = (turns.mass * ratios.usable)[turns.turn] * weight * ratios.logprobs
-    touched = ((positive > 0) & (~keep_positive | (ratios.ratio > cap_positive))) | (
-        (negative < 0) & (~keep_negative | (ratios.ratio > cap_negative))
-    )
-    return Surrogate(-gain.sum(), touched, ratios.vetoed)
+    masked = ((positive > 0) & ~keep_positive) | ((negative < 0) & ~keep_negative)
+    capped = ((positive > 0) & (ratios.ratio > cap_positive)) | ((negative < 0) & (ratios.ratio > cap_negative))
+    return Surrogate(-gain.sum(), masked | capped, ratios.vetoed, masked)
 
 
 def _moved(ratios: Ratios, turns: TurnTensors) -> Tensor:

@@ -31,8 +31,11 @@ BUCKET_STARTS = (1, 2, 3, 5, 9)
 
 SIGNS = ("negative", "zero", "positive")
 
-COLUMNS = ("tokens", "log_ratio", "log_ratio_sq", "k3", "capped", "harmful", "harmful_sq", "turns", "vetoed", "broken")
-"""Sums per bucket. The first seven run over tokens of turns with finite log-probabilities, the rest over turns."""
+COLUMNS = (
+    *("tokens", "log_ratio", "log_ratio_sq", "k3", "capped", "masked", "harmful", "harmful_sq"),
+    *("turns", "vetoed", "broken"),
+)
+"""Sums per bucket. The first eight run over tokens of turns with finite log-probabilities, the rest over turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,10 @@ def measure(
     sign = torch.sign(turns.advantage)
     counted = any_in_turn(torch.ones_like(turns.turn), turns) & turns.trained
     usable = counted & ~ratios.broken
-    touched = surrogate.touched & ~surrogate.vetoed[turns.turn]
-    per_turn = _per_turn_sums(x, turns.turn, usable, capped=touched, sign=sign)
+    stands = ~surrogate.vetoed[turns.turn]
+    masked = torch.zeros_like(stands) if surrogate.masked is None else surrogate.masked & stands
+    flags = torch.stack([surrogate.touched & stands, masked], 1)
+    per_turn = _per_turn_sums(x, turns.turn, usable, flags=flags, sign=sign)
     happened = torch.stack([counted, surrogate.vetoed & counted, counted & ratios.broken], 1).to(x.dtype)
     per_turn = torch.cat([per_turn, happened], 1)
     product = torch.zeros_like(per_turn[:, 0]).index_add_(0, turns.turn, x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -124,9 +129,10 @@ _VECTOR_LENGTH = sum(math.prod(shape) for shape in _SHAPES.values())
 def finish_stats(stats: ObjectiveStats) -> dict[str, float]:
     """Flat metrics: `objective/...` over everything, `age/3-4/...`, `depth/2/...`, `sign/positive/...` where seen.
 
-    Each group has tokens, turns, log_ratio_mean, log_ratio_sq_mean, kl_k3, capped_share (of tokens), harmful_sq_mean,
-    vetoed_share and nonfinite_share (of turns); a mean over nothing is NaN. `objective` also has ess_ratio (effective
-    sample size per turn, 1 when on-policy) and max_abs_log_ratio.
+    Each group has tokens, turns, log_ratio_mean, log_ratio_sq_mean, kl_k3, harmful_sq_mean, capped_share and
+    masked_share (of tokens), vetoed_share and nonfinite_share (of turns); a mean over nothing is NaN. `objective` also
+    has ess_ratio (effective sample size per turn that is not vetoed, 1 when on-policy), max_abs_log_ratio and
+    held_back_share.
     """
     count, total, squares = stats.weights.tolist()
     metrics = dict(_named("objective", stats.age.sum(0)))
@@ -146,15 +152,14 @@ def finish_stats(stats: ObjectiveStats) -> dict[str, float]:
     return metrics
 
 
-def _per_turn_sums(x: Tensor, turn: Tensor, usable: Tensor, *, capped: Tensor, sign: Tensor) -> Tensor:
-    """[J, 7]: token sums of usable turns."""
+def _per_turn_sums(x: Tensor, turn: Tensor, usable: Tensor, *, flags: Tensor, sign: Tensor) -> Tensor:
+    """[J, 8]: token sums of usable turns; `flags` bool [n, 2] are what was capped and what was masked."""
     counted = usable[turn].to(x.dtype)
     harmful = (sign[turn] * x > 0).to(x.dtype)
     bounded = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     k3 = bounded.expm1() - bounded
-    per_token = torch.stack(
-        [torch.ones_like(x), x, x.square(), k3, capped.to(x.dtype), harmful, harmful * x.square()], 1
-    )
+    capped, masked = flags.to(x.dtype).unbind(1)
+    per_token = torch.stack([torch.ones_like(x), x, x.square(), k3, capped, masked, harmful, harmful * x.square()], 1)
     return x.new_zeros(len(usable), per_token.shape[1]).index_add_(0, turn, per_token * counted[:, None])
 
 
@@ -170,6 +175,7 @@ def _named(prefix: str, row: Tensor) -> Iterator[tuple[str, float]]:
     yield f"{prefix}/log_ratio_sq_mean", _ratio(sums["log_ratio_sq"], sums["tokens"])
     yield f"{prefix}/kl_k3", _ratio(sums["k3"], sums["tokens"])
     yield f"{prefix}/capped_share", _ratio(sums["capped"], sums["tokens"])
+    yield f"{prefix}/masked_share", _ratio(sums["masked"], sums["tokens"])
     yield f"{prefix}/harmful_sq_mean", _ratio(sums["harmful_sq"], sums["harmful"])
     yield f"{prefix}/vetoed_share", _ratio(sums["vetoed"], sums["turns"])
     yield f"{prefix}/nonfinite_share", _ratio(sums["broken"], sums["turns"])

@@ -61,6 +61,7 @@ class Surrogate(NamedTuple):
     loss: Tensor  # [] to be minimised; summed, not divided
     touched: Tensor  # bool [n] a cap, a clip or a token mask changed what the token would have had
     vetoed: Tensor  # bool [J] turns taken out of the loss by a rule, not by broken numbers
+    masked: Tensor | None = None  # bool [n] those of the touched that lost a gradient to a mask; None: no masks
 
 
 Objective: TypeAlias = Callable[[Tensor, TurnTensors, ObjectiveConfig, Any], Surrogate]
