@@ -156,16 +156,19 @@ class WeightServer:
             self._counts["refused"] += 1
             if self._counts["refused"].bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not fill the log
                 logger.warning("refused a request (%d so far): %s", self._counts["refused"], answer.reason)
+        self._count(answer, 1)  # before it can arrive: whoever has an answer finds it counted
         try:
             self._socket.send_multipart([route, *encode_answer(answer)], zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # the pipe is full; the client is gone
                 raise
+            self._count(answer, -1)
             self._counts["dropped"] += 1
-            return
+
+    def _count(self, answer: ChunkAnswer | Refusal, times: int) -> None:
         if isinstance(answer, ChunkAnswer):
-            self._counts["chunks"] += 1
-            self._counts["bytes"] += len(answer.data)
+            self._counts["chunks"] += times
+            self._counts["bytes"] += times * len(answer.data)
 
 
 @dataclass(slots=True, kw_only=True)
