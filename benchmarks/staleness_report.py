@@ -141,7 +141,7 @@ def draw(results: Sequence[Result], labels: Mapping[str, str], path: Path) -> No
         else:
             axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
         axes.set_ylim(bottom=0)
-    grid[0, 0].legend(loc="lower left")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8)  # hides no run
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
