@@ -44,7 +44,7 @@ clean:
 # The stamps make an install happen once, and again when what it depends on changes.
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "installing into $(VENV): CPU torch and friends, 1.2 GB, one to five minutes (once)"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[qa]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -27,7 +27,8 @@ from matplotlib import pyplot
 from numpy.typing import NDArray
 
 from benchmarks.predictor_trees import Plan, grown, make_renderer
-from trace_async.core.types import SUCCESS_ABOVE, FloatArray, Group, NodeState, Prefix
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import FloatArray, Group, NodeState, Prefix
 from trace_async.methods.calibration import brier, ece, log_loss, reliability, spearman
 from trace_async.predictors.counts import prompt_rollouts
 from trace_async.predictors.embedding import EmbeddingOptions, VectorRows
@@ -78,7 +79,7 @@ class Forecast(NamedTuple):
 def own_outcomes(group: Group) -> Floats:
     """0 or 1 of every rollout that started at the prompt."""
     ends = [one.end for one in prompt_rollouts(group) if group.state[one.end] == NodeState.LEAF]
-    return np.asarray(group.outcome[ends] > SUCCESS_ABOVE, np.float64)
+    return np.asarray(is_success(group.outcome[ends], group.success_above), np.float64)
 
 
 def forecast(predictor: Constant | Predictor, rounds: Sequence[Sequence[Group]]) -> list[Forecast]:

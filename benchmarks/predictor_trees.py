@@ -83,6 +83,7 @@ def grow(plan: Plan) -> list[list[Group]]:
         scorer=UnknownScorer(),
         score_deadline_s=10.0,
         max_turns=config.tree.max_turns,
+        success_above=config.environment.success_above,
     )
     todo = [
         _lease(plan, kit.tasks.task("train", number), visit, f"{index}-{number}")

@@ -22,10 +22,10 @@ from trace_async.acting.turns import Started
 from trace_async.app import wiring
 from trace_async.config import Config
 from trace_async.core.group import cut_group
+from trace_async.core.outcomes import is_success
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
 from trace_async.core.types import (
-    SUCCESS_ABOVE,
     Grant,
     Group,
     IntArray,
@@ -124,7 +124,7 @@ class Rollouts:
         self._play(live)
         self._model.decoder.clear()
         outcomes = [node.turn.outcome for one in live for node in one.tree.nodes[1:] if node.turn is not None]
-        return sum(outcome > SUCCESS_ABOVE for outcome in outcomes) / len(live)
+        return float(is_success(outcomes, self._config.environment.success_above).sum()) / len(live)
 
     # ---- one wave after the other --------------------------------------------------------------------------------
 
@@ -138,6 +138,7 @@ class Rollouts:
             budget=lease.budget,
             can_branch=True,
             max_turns=self._config.tree.max_turns,
+            success_above=self._config.environment.success_above,
         )
         live = _Live(lease=lease, tree=tree, allocator=allocator, greedy=greedy, opening=opening)
         _spend(live, allocator.start(tree))

@@ -23,7 +23,8 @@ from trace_async.app import wiring
 from trace_async.config import Config
 from trace_async.config_load import load_config
 from trace_async.coordination.rounds import Draft, RoundPlanner
-from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy, Lease, NodeState, Score, TreeBudget
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import Group, GrownBy, Lease, NodeState, Score, TreeBudget
 from trace_async.learning.batching import BatchRule, make_batch
 from trace_async.methods.credit import credit_rule
 from trace_async.methods.objective_kinds import Scope, kind_of
@@ -221,7 +222,7 @@ def root_successes(group: Group) -> list[bool]:
             while turn in chain:
                 turn = chain[turn]
             if group.state[turn] == NodeState.LEAF:
-                found.append(bool(group.outcome[turn] > SUCCESS_ABOVE))
+                found.append(bool(is_success(group.outcome[turn], group.success_above)))
     return found
 
 

@@ -164,9 +164,9 @@ def measure(tree: TurnTree) -> dict[str, float]:
         assert node.turn is not None, f"anchor {anchor.node_id} was played"
         for name, success in (("predicted_flips", anchor.success), ("expected_flips", value_after(node.turn))):
             kept = min(max(success, clip), 1.0 - clip)
-            worth[name] += 1.0 - (kept if anchor.outcome else 1.0 - kept) ** anchor.granted
+            worth[name] += 1.0 - (kept if anchor.succeeded else 1.0 - kept) ** anchor.granted
         further = [child for child in node.children if tree.nodes[child].grown_by is not GrownBy.CHAIN]
-        worth["flips"] += any(outcome_of(tree, child) != anchor.outcome for child in further)
+        worth["flips"] += any(outcome_of(tree, child) != anchor.succeeded for child in further)
     turns = [node.turn for node in tree.nodes if node.turn is not None]
     outcomes = {node.turn.outcome for node in tree.nodes if node.state is NodeState.LEAF and node.turn is not None}
     return {

@@ -1,4 +1,4 @@
-"""Tables and pictures of the FrozenLake study, from its results alone."""
+"""Tables and pictures of a study of methods, from its results alone."""
 
 from __future__ import annotations
 
@@ -37,43 +37,42 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return round(mean, 4), round(half, 4)
 
 
-def table(results: Sequence[Result], labels: Mapping[str, str]) -> list[str]:
-    """One Markdown line a method."""
-    lines = [
-        "| method | seeds | held-out success | effective ratio | tokens to level | Brier (constant) | age mean, max |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def table(results: Sequence[Result], labels: Mapping[str, str], *, also: Sequence[str] = ()) -> list[str]:
+    """One Markdown line a method; `also`: splits with a column of their own."""
+    columns = ["method", "seeds", "held-out success", *also, "effective ratio", "tokens to level", "Brier (constant)"]
+    lines = [f"| {' | '.join([*columns, 'age mean, max'])} |", "|---" * (len(columns) + 1) + "|"]
     for name, own in _by_method(results, labels):
         reached = [found["tokens_to_level"] for found in own if found["tokens_to_level"] is not None]
         price = f"{statistics.mean(reached):,.0f} ({len(reached)} of {len(own)})" if reached else "-"
         brier = _shown(found["predictor"]["brier"] for found in own)
         constant = _shown(found["predictor"]["constant_brier"] for found in own)
-        lines.append(
-            f"| {labels[name]} | {len(own)} | {_percent(own, 'success')} | {_percent(own, 'effective_ratio')} "
-            f"| {price} | {brier} ({constant}) | {statistics.mean(found['age_mean'] for found in own):.2f}, "
-            f"{max(found['age_max'] for found in own)} |"
-        )
+        ages = f"{statistics.mean(found['age_mean'] for found in own):.2f}, {max(found['age_max'] for found in own)}"
+        shares = [_percent(own, key) for key in ("success", *also, "effective_ratio")]
+        cells = [labels[name], str(len(own)), *shares, price, f"{brier} ({constant})", ages]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def draw(results: Sequence[Result], labels: Mapping[str, str], folder: Path) -> None:
-    """frozenlake.png: curves of success and effective ratio; frozenlake_ablation.png: every row, and the 2 x 2."""
+def draw(results: Sequence[Result], labels: Mapping[str, str], folder: Path, *, stem: str, title: str) -> None:
+    """STEM.png: curves of success and effective ratio; STEM_ablation.png, where the study has the rows for it: every
+    row, and the two stages of TRACE against each other."""
     folder.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     for name, own in _by_method(results, labels):
         if name in CURVES:
             _band(left, [found["curve"] for found in own], labels[name], COLOURS[name])
             _band(right, [found["effective_curve"] for found in own], labels[name], COLOURS[name])
-    left.set(xlabel="sampled tokens", ylabel="success on held-out maps", title="success at equal sampled tokens")
+    left.set(xlabel="sampled tokens", ylabel=title, title="success at equal sampled tokens")
     right.set(xlabel="sampled tokens", ylabel="effective ratio", title="prompts with mixed outcomes", ylim=(0, 1))
     for axes in (left, right):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:.0f}k" if value else "0")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(folder / "frozenlake.png", dpi=110)
+    figure.savefig(folder / f"{stem}.png", dpi=110)
     pyplot.close(figure)
-    _draw_rows(results, labels, folder / "frozenlake_ablation.png")
+    if {name for names in FACTORIAL for name in names} <= set(labels):
+        _draw_rows(results, labels, folder / f"{stem}_ablation.png")
 
 
 def _band(axes: Axes, curves: Sequence[Sequence[Sequence[float]]], label: str, colour: str) -> None:

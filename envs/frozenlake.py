@@ -22,7 +22,7 @@ from envs.frozenlake_map import SPLITS, Lake, distances, draw_transition, find_l
 from envs.frozenlake_text import PHRASINGS
 from envs.options import read_options
 from trace_async.core.types import Message, Task
-from trace_async.environment import Branching, EnvironmentKit, StepResult
+from trace_async.environment import Branching, Demonstration, EnvironmentKit, StepResult
 from trace_async.errors import ConfigError
 
 _SHARES = 5
@@ -253,9 +253,18 @@ class FrozenLake:
 
 def make_frozenlake(options: Mapping[str, Any]) -> EnvironmentKit:
     """The kit for `environment.name = "frozenlake"`."""
+    from envs.frozenlake_play import demonstration  # here, because it plays this module's games
+
     read = read_options(FrozenLakeOptions, options, owner="frozenlake")
+
+    async def demonstrate(task: Task, rng: np.random.Generator, mistake_rate: float) -> Demonstration:
+        return demonstration(task, rng, mistake_rate, options=read)
+
     return EnvironmentKit(
-        lambda: FrozenLake(read), FrozenLakeTasks(read), lambda task: Game(task, options=read, seed=0).opening()
+        make_environment=lambda: FrozenLake(read),
+        tasks=FrozenLakeTasks(read),
+        opening=lambda task: Game(task, options=read, seed=0).opening(),
+        demonstrate=demonstrate,
     )
 
 

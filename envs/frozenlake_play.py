@@ -5,21 +5,12 @@ Pure: the random generator is handed in. A demonstration is a real episode of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from envs.frozenlake import FrozenLakeOptions, Game
 from envs.frozenlake_map import MOVES, shortest_moves
-from trace_async.core.types import Message, Task
-
-
-class Demonstration(NamedTuple):
-    """One scripted episode."""
-
-    opening: tuple[Message, ...]
-    turns: list[tuple[str, str]]  # (action text, reply text); the reply after the last action is empty
-    reward: float  # 1 when the goal was reached
+from trace_async.core.types import Task
+from trace_async.environment import Demonstration
 
 
 def demonstration(

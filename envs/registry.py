@@ -12,7 +12,14 @@ from trace_async.errors import ConfigError
 
 KitMaker: TypeAlias = Callable[[Mapping[str, Any]], EnvironmentKit]
 
-ENVIRONMENTS: Mapping[str, KitMaker] = {"frozenlake": make_frozenlake}
+
+def _make_multihop_qa(options: Mapping[str, Any]) -> EnvironmentKit:
+    from envs.multihop_qa.kit import make_multihop_qa  # its retrieval packages take a while to import
+
+    return make_multihop_qa(options)
+
+
+ENVIRONMENTS: Mapping[str, KitMaker] = {"frozenlake": make_frozenlake, "multihop_qa": _make_multihop_qa}
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> EnvironmentKit:

@@ -20,6 +20,7 @@ from trace_async.core.group import cut_group
 from trace_async.core.tree import TurnTree
 from trace_async.core.types import (
     ROOT,
+    SUCCESS_ABOVE,
     Failure,
     Grant,
     Group,
@@ -112,7 +113,9 @@ def make_lease(
     )
 
 
-def make_tree(lease: Lease, *, can_branch: bool = True, max_turns: int = 8) -> TurnTree:
+def make_tree(
+    lease: Lease, *, can_branch: bool = True, max_turns: int = 8, success_above: float = SUCCESS_ABOVE
+) -> TurnTree:
     """The ungrown tree of a lease."""
     return TurnTree(
         tree_id=lease.lease_id,
@@ -121,6 +124,7 @@ def make_tree(lease: Lease, *, can_branch: bool = True, max_turns: int = 8) -> T
         budget=lease.budget,
         can_branch=can_branch,
         max_turns=max_turns,
+        success_above=success_above,
     )
 
 

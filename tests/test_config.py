@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.config_docs import render
-from trace_async.config import Config, TreeConfig
-from trace_async.config_check import CHOICES, RANGES, Range, leaf_values
+from trace_async.config import Config, EnvironmentConfig, TreeConfig
+from trace_async.config_check import CHOICES, RANGES, Range, find_problems, leaf_values
 from trace_async.config_load import from_json, known_keys, load_config, load_saved_config, save_config, to_json
 from trace_async.errors import ConfigError
 
@@ -157,6 +157,19 @@ def test_an_override_cannot_smuggle_in_a_second_key(tmp_path: Path) -> None:
 )
 def test_a_combination_that_cannot_work_is_refused_with_the_cure(tmp_path: Path, text: str, complaint: str) -> None:
     assert complaint in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_threshold_of_success_is_a_finite_number(tmp_path: Path, value: float) -> None:
+    assert "environment.success_above: " in refusal(tmp_path, "", f"environment.success_above={value}")
+    config = Config(environment=EnvironmentConfig(success_above=value))
+    assert [key for key, _ in find_problems(config)] == ["environment.success_above"]
+
+
+def test_any_reward_range_can_have_its_threshold(tmp_path: Path) -> None:
+    for text, value in (("-1.5", -1.5), ("0", 0.0), ("0.8", 0.8)):
+        assert load(tmp_path, "", f"environment.success_above={text}").environment.success_above == value
+    assert Config().environment.success_above == 0.5
 
 
 def test_every_number_has_a_range_and_every_rule_a_key() -> None:

@@ -28,6 +28,7 @@ def changed(key: str, value: object, *, of: Config | None = None) -> dict[str, A
     "key",
     [
         *("run.seed", "policy.path", "environment.name", "environment.options", "prompts.num_train"),
+        "environment.success_above",
         *("tree.allocator", "tree.options", "tree.root_allocator", "tree.roots_per_step", "tree.in_order"),
         *("predictor.kind", "predictor.options", "coordinator.lockstep", "engine.temperature"),
         *("learner.lora_rank", "learner.lora_alpha", "learner.credit", "objective.kind", "objective.options"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -59,6 +59,13 @@ def test_successes_are_those_of_root_rollouts_on_their_own_chains() -> None:
     assert success_since(Costs(), costs) == 0.5
     assert success_since(costs, costs.after([chain_group((1.0,))])) == 1.0
     assert math.isnan(success_since(costs, costs))
+
+
+def test_graded_root_rollouts_succeed_above_their_groups_threshold() -> None:
+    graded = chain_group((0.2, 0.6, 1.0))
+    thresholds = {0.5: 2, 0.2: 2, 0.1: 3, 0.6: 1, 1.0: 0}
+    found = {above: Costs().after([replace(graded, success_above=above)]).successes for above in thresholds}
+    assert found == thresholds
 
 
 def test_wall_time_is_not_a_matter_of_groups() -> None:

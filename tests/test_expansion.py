@@ -39,7 +39,7 @@ from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
 from trace_async.core.types import Grant, GrownBy, Lease, NodeState
 from trace_async.errors import EngineError, EnvironmentFailure, InvariantError, PredictorError
-from trace_async.methods.allocators import Allocator, make_allocator
+from trace_async.methods.allocators import Allocator, UniformAllocator, make_allocator
 
 ENVIRONMENTS: dict[str, type[CoinEnvironment]] = {"fork": CoinEnvironment, "replay": ReplayCoin, "none": OneWayCoin}
 MAX_TURNS = 6
@@ -76,6 +76,7 @@ class Scene:
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     scorer: TableScorer = field(default_factory=TableScorer)
     in_order: bool = False
+    success_above: float = 0.5
 
     def __post_init__(self) -> None:
         for fake in (self.world, self.engine, self.scorer):
@@ -102,6 +103,7 @@ class Scene:
             score_deadline_s=20.0,
             max_turns=MAX_TURNS,
             in_order=self.in_order,
+            success_above=self.success_above,
         )
 
     async def grow(self, lease: Lease) -> TurnTree:
@@ -305,6 +307,20 @@ def test_a_tree_takes_as_long_as_its_longest_path() -> None:
 
 
 # ---- failures one by one -------------------------------------------------------------------------------------------
+
+
+def test_what_counts_as_a_success_is_the_trees_from_the_start() -> None:
+    seen: list[float] = []
+
+    class Looking(UniformAllocator):
+        def start(self, tree: TurnTree) -> list[Grant]:
+            seen.append(tree.success_above)
+            return super().start(tree)
+
+    lease = lease_of(roots=1, continuations=0)
+    trees = [virtual_time.run(Scene(allocator=Looking(), success_above=above).grow(lease)) for above in (-0.5, 0.25)]
+
+    assert seen == [tree.success_above for tree in trees] == [-0.5, 0.25]
 
 
 def test_a_failed_node_keeps_error_and_place_and_its_rollout_ends_there() -> None:

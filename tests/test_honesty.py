@@ -32,6 +32,15 @@ def test_figures_of_prompts_by_hand() -> None:
     assert row["predictor/prompts/bins"] == [[5, 3, 0.75, 1], [16, 1, 0.8, 1]]
 
 
+def test_figures_are_of_successes_above_the_groups_threshold() -> None:
+    graded = replace(predicted(0.25, (0.6, 0.2)), success_above=0.1)  # two successes; above .5 it would be one
+
+    row = Honesty().measure([graded])
+
+    assert row["predictor/prompts/brier"] == pytest.approx(0.75**2)
+    assert row["predictor/prompts/bins"] == [[5, 2, 0.5, 2]]
+
+
 def test_the_constant_knows_the_steps_before_and_nothing_of_this_one() -> None:
     honesty = Honesty()
 

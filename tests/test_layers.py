@@ -102,6 +102,8 @@ NEEDS_TORCH = {
     "policies.warm_start",
     "app.get_policy",
     "app.make_policy",
+    "app.make_policy_frozenlake",
+    "app.make_policy_multihop",
 }
 """Modules that import torch or transformers when they are imported; everybody else does it inside a function."""
 

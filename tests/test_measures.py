@@ -34,6 +34,16 @@ def test_success_counts_root_rollouts_only_and_the_score_every_end() -> None:
     assert row["critic/score/mean"] == pytest.approx(1 / 3)
 
 
+def test_success_is_above_each_groups_threshold_and_the_score_is_not_touched() -> None:
+    graded = chain_group((0.8, 0.4))
+    for thresholds, success in (((0.5, 0.5), 1 / 2), ((0.3, 0.5), 3 / 4), ((0.8, 0.5), 1 / 4), ((0.9, 1.0), 0.0)):
+        groups = [replace(graded, success_above=above) for above in thresholds]
+        row = batch_measures(batch_of(*groups), max_age_steps=2)
+        assert row["rollout/success"] == pytest.approx(success)
+        assert row["critic/score/mean"] == pytest.approx(0.6)
+        assert row["rollout/effective_ratio"] == 1.0
+
+
 def test_effective_ratio_is_the_share_of_groups_with_different_outcomes() -> None:
     groups = [chain_group((1.0, 0.0)), chain_group((1.0, 1.0)), chain_group((0.0, 0.0)), chain_group((0.2, 0.3))]
 

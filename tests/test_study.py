@@ -1,29 +1,31 @@
-"""The FrozenLake study: its arithmetic, and that every row can be run."""
+"""The studies of methods: their arithmetic, and that every row can be run."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks.study_frozenlake import COMMON, METHODS, tokens_to_level
+from benchmarks import study_frozenlake, study_multihop
 from benchmarks.study_report import draw, interval, table
+from benchmarks.study_run import Study, overrides, tokens_to_level
 from trace_async.app.checks import check_parts
 from trace_async.config_load import load_config
 
 REPO = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_of_the_study_is_a_configuration_that_can_run(name: str) -> None:
-    method = METHODS[name]
-    settings = {**COMMON, **method.overrides}
-    overrides = [f"{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in settings.items()]
-    config = load_config(REPO / "configs" / f"{method.config}.toml", overrides)
+STUDIES = (study_frozenlake.STUDY, study_multihop.STUDY)
+ROWS = [pytest.param(study, name, id=f"{study.stem}-{name}") for study in STUDIES for name in study.methods]
+
+
+@pytest.mark.parametrize(("study", "name"), ROWS)
+def test_every_method_of_a_study_is_a_configuration_that_can_run(study: Study, name: str) -> None:
+    options = [option.removeprefix("--set=") for option in overrides(study, name)]
+    config = load_config(REPO / "configs" / f"{study.methods[name].config}.toml", options)
     check_parts(config)
-    assert config.learner.max_sampled_tokens == COMMON["learner.max_sampled_tokens"]
+    assert config.learner.max_sampled_tokens == study.tokens
 
 
 def test_the_price_of_a_level_is_read_between_two_points() -> None:
@@ -47,6 +49,7 @@ def test_results_become_a_table_and_pictures(tmp_path: Path) -> None:
             "method": name,
             "seed": seed,
             "success": 0.4 + 0.01 * seed,
+            "new_world": 0.25,
             "curve": [[0, 0.2], [500, 0.3], [1000, 0.4 + 0.01 * seed]],
             "effective_ratio": 0.5,
             "effective_curve": [[500.0, 0.6], [1000.0, 0.4]],
@@ -59,10 +62,15 @@ def test_results_become_a_table_and_pictures(tmp_path: Path) -> None:
         for seed in (0, 1)
     ]
     labels = {"grpo": "GRPO", "trace": "TRACE"}
-    lines = table(results, labels)
+    lines = table(results, labels, also=["new_world"])
     assert len(lines) == 4
     assert "700 (1 of 2)" in lines[2]
     assert "0.200 (-)" in lines[3]
-    draw(results, labels, tmp_path)
-    assert (tmp_path / "frozenlake.png").stat().st_size > 1000
-    assert (tmp_path / "frozenlake_ablation.png").stat().st_size > 1000
+    assert "| 40.5 % | 25.0 % | 50.0 % |" in lines[2]
+    assert {line.count("|") for line in lines} == {10}
+    draw(results, labels, tmp_path, stem="figure", title="success")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert not (tmp_path / "figure_ablation.png").exists()
+    stages = ("random_tree", "trace_prefix", "trace_root", "trace")
+    draw(results, {name: name for name in stages}, tmp_path, stem="figure", title="success")
+    assert (tmp_path / "figure_ablation.png").stat().st_size > 1000

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from tests.fakes import ScriptedEngine, WordRenderer
 from trace_async.app import checks, wiring
 from trace_async.config import Config, EnvironmentConfig, PolicyConfig, TreeConfig
 from trace_async.errors import ConfigError, PolicyError
@@ -53,3 +55,13 @@ def test_a_floor_that_the_roots_of_a_step_cannot_pay_is_refused_before_the_run()
     tree = TreeConfig(root_options={"least": 1})
     with pytest.raises(ConfigError, match=r"64 root rollouts cannot be spent on 128 prompts, which take 128 to 1024"):
         checks.check_parts(Config(tree=tree))
+
+
+def test_an_actor_grows_trees_with_the_configured_threshold_of_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "ActorChannel", lambda *address, **parts: None)
+    monkeypatch.setattr(wiring, "Actor", lambda **parts: parts["parts"])
+    config = Config(environment=EnvironmentConfig(success_above=0.25))
+    engine, renderer, stager = cast(Any, ScriptedEngine()), cast(Any, WordRenderer()), cast(Any, None)
+    kit = wiring.build_kit(config)
+    parts = cast(Any, wiring._build_actor(config, engine, renderer, name="a", address="", kit=kit, stager=stager))
+    assert parts.success_above == 0.25

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trace_async.core.types import SUCCESS_ABOVE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -20,6 +22,7 @@ class RunConfig:
 class EnvironmentConfig:
     name: str = "frozenlake"  # a name in envs/registry.py, or "package.module:function"
     options: dict[str, Any] = field(default_factory=dict)  # checked by the environment itself
+    success_above: float = SUCCESS_ABOVE  # outcomes above are successes; graded ones may need another; docs/metrics.md
     step_deadline_s: float = 30.0  # for one reset, step or fork; missing it fails the node
 
 

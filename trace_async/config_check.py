@@ -39,6 +39,7 @@ _COUNT_OR_NONE = Range(0)
 
 RANGES: dict[str, Range] = {
     "run.seed": Range(0, 2**32, below=True),  # what NumPy and torch both take
+    "environment.success_above": Range(-1e9, 1e9),  # outcomes are float32
     "environment.step_deadline_s": _POSITIVE,
     "engine.max_batch": _COUNT,
     "engine.max_turn_tokens": _COUNT,

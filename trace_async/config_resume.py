@@ -14,9 +14,9 @@ from trace_async.config import Config
 from trace_async.config_check import leaf_values
 
 FIXED = (
-    *("run.seed", "environment.name", "environment.options", "policy.path"),
+    *("run.seed", "environment.name", "environment.options", "environment.success_above"),
+    *("policy.path", "engine.temperature", "engine.max_turn_tokens", "tree.", "predictor.kind", "predictor.options"),
     *("prompts.num_train", "prompts.candidates_per_round"),
-    *("engine.temperature", "engine.max_turn_tokens", "tree.", "predictor.kind", "predictor.options"),
     *("coordinator.lockstep", "learner.lora_rank", "learner.lora_alpha", "learner.credit"),
     *("objective.kind", "objective.options", "objective.proximal"),
 )

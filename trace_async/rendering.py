@@ -8,7 +8,7 @@ keep earlier text when a conversation grows: `Renderer.probe` refuses all others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from trace_async.errors import PolicyError, TemplateError
 
 _MARKER = "ASSISTANTWORDS"  # one word, so that templates that trim contents leave it alone
 _ASK = Message("user", "ASK")
-_CACHED_REPLIES = 1024  # environments repeat themselves, siblings above all; bounds memory, not results
+_CACHED = 1024  # environments repeat themselves, siblings above all; bounds memory, not results
 _CURE = "give the policy folder a chat template that renders every message by itself and keeps earlier ones unchanged"
 
 
@@ -80,7 +80,8 @@ class Renderer:
         eos = tokenizer.eos_token_id
         self.stop_ids = tuple(dict.fromkeys(i for i in (self._end_of_turn, eos) if i is not None))
         self.pad_id = self.stop_ids[-1] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._cached_reply = lru_cache(maxsize=_CACHED_REPLIES)(self._reply)
+        self._cached_reply = lru_cache(maxsize=_CACHED)(self._reply)
+        self._cached_cut = lru_cache(maxsize=_CACHED)(self._cut)
 
     @property
     def num_token_ids(self) -> int:
@@ -103,6 +104,14 @@ class Renderer:
         """The words of a turn without special tokens; a view, never encoded again."""
         kept = [i for i in action_ids.tolist() if i not in self.stop_ids]
         return self._decode(kept, skip_special=True)
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """The beginning of `text` that is at most `max_tokens` tokens when encoded by itself; all of it if it fits.
+
+        One more character would be too much. Where a longer beginning merges into fewer tokens again, which of the
+        possible ends is taken is the search's choice, the same for equal calls.
+        """
+        return self._cached_cut(text, max_tokens)
 
     def probe(self) -> None:
         """Refuse a template under which appending ids would not be the truth.
@@ -129,6 +138,19 @@ class Renderer:
             # The whole suffix is encoded and then cut: behind a special token the rest encodes as it does in context.
             ids = ids[ids.index(self._end_of_turn) + 1 :]
         return _read_only(ids)
+
+    def _cut(self, text: str, max_tokens: int) -> str:
+        ids = self._encode(text)
+        if len(ids) <= max_tokens:
+            return text
+        if max_tokens < 1:
+            return ""
+
+        def fits(length: int) -> bool:
+            return len(self._encode(text[:length])) <= max_tokens
+
+        guess = len(self._decode(ids[:max_tokens], skip_special=False))
+        return text[: _find_end(fits, guess=max(1, min(guess, len(text) - 1)), length=len(text))]
 
     def _suffix(self, messages: Sequence[Message]) -> str:
         """The text between an assistant's words and the next assistant's words, when `messages` come between."""
@@ -240,6 +262,28 @@ def load_renderer(path: str | Path) -> Renderer:
     renderer = Renderer(tokenizer)
     renderer.probe()
     return renderer
+
+
+def _find_end(fits: Callable[[int], bool], *, guess: int, length: int) -> int:
+    """A number that `fits` while the next does not: from `guess` in growing steps, then by halving.
+
+    0 fits and `length` does not, both without being asked; 0 < guess < length, or length is 1.
+    """
+    low, high, step = 0, length, 1
+    if guess < length and fits(guess):
+        low = guess
+        while low + step < high and fits(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step)
+    else:
+        high = min(guess, length)
+        while high - step > low and not fits(high - step):
+            high, step = high - step, 2 * step
+        low = max(low, high - step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _difference(expected: str, got: str) -> str:

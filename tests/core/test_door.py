@@ -96,6 +96,7 @@ CORRUPTIONS: dict[str, list[Corruption]] = {
         lambda group, rng: Score(success=0.5, predictor_version=0, strength=0.0),
         lambda group, rng: Score(success=NAN, predictor_version=0, strength=2.0),
     ],
+    "success_above": [lambda group, rng: NAN, lambda group, rng: -INF, lambda group, rng: "0.5"],
     "prompt_ids": [at("prompt_ids", -1), lambda group, rng: group.prompt_ids[:0]],
     "parent": [
         at("parent", lambda group, turn: turn),

@@ -24,7 +24,7 @@ from tests.builders import (
 )
 from tests.oracles import context_of, tree_paths, turn_tokens
 from trace_async.core.group import check_group, paths, turn_spans
-from trace_async.core.types import ROOT, GrownBy, NodeState, Score, TreeBudget
+from trace_async.core.types import ROOT, SUCCESS_ABOVE, GrownBy, NodeState, Score, TreeBudget
 from trace_async.errors import InvariantError
 
 SEEDS = st.integers(min_value=0, max_value=2**32)
@@ -62,6 +62,15 @@ def test_a_group_holds_every_fact_of_its_tree_once(seed: int) -> None:
             assert group.score_version[turn] == node.score.predictor_version
     assert group.num_sampled_tokens == sum(node.turn.action_ids.size for node in tree.nodes if node.turn)
     assert [failure.node_id for failure in group.failures] == [n.node_id for n in tree.nodes if n.failure]
+
+
+def test_a_group_keeps_what_counted_as_a_success_in_its_tree() -> None:
+    lease = make_lease(roots=1)
+    tree = make_tree(lease, success_above=-0.25)
+    (node,) = grant(tree, ROOT, GrownBy.ROOT)
+    tree.record_turn(node, make_turn(outcome=0.0))
+    assert cut(tree, lease).success_above == -0.25
+    assert chain_group().success_above == SUCCESS_ABOVE == 0.5
 
 
 @given(SEEDS)

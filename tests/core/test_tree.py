@@ -277,7 +277,15 @@ def test_a_prompt_without_tokens_is_refused() -> None:
     budget = TreeBudget(roots=1, continuations=0)
     nothing = np.zeros(0, np.int32)
     with pytest.raises(InvariantError, match="prompt p has no tokens"):
-        TurnTree(tree_id="t", prompt_id="p", prompt_ids=nothing, budget=budget, can_branch=True, max_turns=1)
+        TurnTree(
+            tree_id="t",
+            prompt_id="p",
+            prompt_ids=nothing,
+            budget=budget,
+            can_branch=True,
+            max_turns=1,
+            success_above=0.5,
+        )
 
 
 def test_a_rollout_whose_next_turn_is_not_granted_yet_still_runs() -> None:

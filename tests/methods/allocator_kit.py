@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.builders import NAN, failure_of, make_lease, make_tree, make_turn
 from trace_async.core.tree import TurnTree
-from trace_async.core.types import Grant, GrownBy, NodeState, Score
+from trace_async.core.types import SUCCESS_ABOVE, Grant, GrownBy, NodeState, Score
 from trace_async.methods.allocators import Allocator, make_allocator
 
 
@@ -17,8 +17,16 @@ def allocator(name: str, seed: int = 0, **options: Any) -> Allocator:
     return make_allocator(name, options, np.random.default_rng(seed))
 
 
-def tree_of(roots: int, continuations: int, *, can_branch: bool = True, max_turns: int = 8) -> TurnTree:
-    return make_tree(make_lease(roots=roots, continuations=continuations), can_branch=can_branch, max_turns=max_turns)
+def tree_of(
+    roots: int,
+    continuations: int,
+    *,
+    can_branch: bool = True,
+    max_turns: int = 8,
+    success_above: float = SUCCESS_ABOVE,
+) -> TurnTree:
+    lease = make_lease(roots=roots, continuations=continuations)
+    return make_tree(lease, can_branch=can_branch, max_turns=max_turns, success_above=success_above)
 
 
 def spend(tree: TurnTree, grants: list[Grant]) -> list[int]:

@@ -36,7 +36,7 @@ def grow(rollouts: list[tuple[list[int], int]], per_root: int, **options: Any) -
 
 
 def repeats(tree: TurnTree) -> list[float]:
-    return [one.success if one.outcome else 1.0 - one.success for one in known_anchors(tree)]
+    return [one.success if one.succeeded else 1.0 - one.success for one in known_anchors(tree)]
 
 
 def value(tree: TurnTree) -> float:
@@ -65,11 +65,21 @@ def test_continuations_go_where_the_prediction_contradicts_the_outcome(
     assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.6, 0.2, outcome=outcome))) == expected
 
 
-def test_an_outcome_between_0_and_1_is_a_success_above_one_half_only() -> None:
-    for outcome, expected in ((0.4, {1: 1}), (0.6, {2: 1})):
-        tree, rule = tree_of(1, 1), allocator("trace")
-        (first,) = spend(tree, rule.start(tree))
-        assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.2, outcome=outcome))) == expected
+@pytest.mark.parametrize(
+    ("outcome", "above", "expected"),
+    [
+        *[(0.4, 0.5, {1: 1}), (0.5, 0.5, {1: 1}), (0.6, 0.5, {2: 1})],
+        *[(0.4, 0.3, {2: 1}), (0.6, 0.7, {1: 1}), (1.0, 1.5, {1: 1})],
+        *[(-1.0, -1.5, {2: 1}), (0.1 + 0.2, 0.3, {1: 1})],
+    ],
+)
+def test_an_outcome_is_a_success_above_the_trees_threshold_only(
+    outcome: float, above: float, expected: dict[int, int]
+) -> None:
+    """Predictions .9 and .2: a success is most likely flipped at the second turn, a failure at the first."""
+    tree, rule = tree_of(1, 1, success_above=above), allocator("trace")
+    (first,) = spend(tree, rule.start(tree))
+    assert granted(rule.on_rollout_end(tree, play(tree, first, rule, 0.9, 0.2, outcome=outcome))) == expected
 
 
 def test_there_is_no_opinion_where_there_is_no_score() -> None:

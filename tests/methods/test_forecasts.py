@@ -84,9 +84,31 @@ def test_what_was_selected_after_a_look_at_it_tests_nothing() -> None:
     assert forecasts.draws.tolist() == [1]
 
 
-def test_outcomes_between_0_and_1_are_split_in_the_middle() -> None:
-    forecasts = prompt_forecasts([chain_group((0.4, 0.5, 0.6, 2.0))])
-    assert (forecasts.successes.tolist(), forecasts.draws.tolist()) == ([2], [4])
+@pytest.mark.parametrize(("above", "successes"), [(0.5, 2), (0.4, 3), (0.3, 4), (1.9, 1), (2.0, 0), (-1.0, 4)])
+def test_graded_outcomes_are_split_at_the_groups_threshold(above: float, successes: int) -> None:
+    group = replace(chain_group((0.4, 0.5, 0.6, 2.0)), success_above=above)
+    forecasts = prompt_forecasts([group])
+    assert (forecasts.successes.tolist(), forecasts.draws.tolist()) == ([successes], [4])
+
+
+def test_graded_continuations_are_split_at_the_groups_threshold_too() -> None:
+    # one turn with prediction .9: its own rollout comes to .8, its continuations to .8, .6 and .2
+    first = spec(*(spec(outcome=outcome) for outcome in (0.8, 0.8, 0.6, 0.2)), success=0.9)
+    repeats, differs = 1 - 0.9**3, 1 - 0.1**3
+    for above, successes, expected, flipped in ((0.5, 3, repeats, 1), (0.8, 0, differs, 0), (0.1, 4, repeats, 0)):
+        group = replace(group_from_spec([first]), success_above=above)
+        assert prefix_forecasts([group]).successes.tolist() == [successes]
+        assert prefix_forecasts([group]).draws.tolist() == [4]
+        promise = promised_flips([group])
+        assert (promise.places, promise.realised) == (1, flipped)
+        assert promise.expected == pytest.approx(expected)
+
+
+def test_each_group_is_split_at_its_own_threshold() -> None:
+    graded = chain_group((0.8, 0.2))
+    groups = [replace(graded, success_above=above) for above in (0.1, 0.5, 0.9)]
+    assert prompt_forecasts(groups).successes.tolist() == [2, 1, 0]
+    assert promised_mixed(groups).realised == 1
 
 
 def test_without_a_prediction_or_without_an_outcome_there_is_nothing_to_test() -> None:

@@ -59,6 +59,13 @@ def test_a_prompts_posterior_by_hand_and_its_discount_at_the_next_visit() -> Non
     assert belief(predictor, "a").mean == pytest.approx(3.3 / 5.5)
 
 
+@pytest.mark.parametrize(("above", "successes"), [(0.5, 2), (0.2, 3), (0.8, 1), (-1.0, 4)])
+def test_graded_rollouts_count_as_successes_above_the_groups_threshold(above: float, successes: int) -> None:
+    predictor = beta(prior="uniform", memory_rollouts=1e12)
+    predictor.observe([replace(chain_group((0.2, 0.4, 0.8, 1.0), prompt_id="a"), success_above=above)])
+    assert belief(predictor, "a") == pytest.approx(Belief(1.0 + successes, 1.0 + 4 - successes))
+
+
 def test_later_visits_do_not_change_what_is_believed_of_unseen_prompts() -> None:
     predictor = beta()
     predictor.observe([chain_group((0.0, 0.0), prompt_id="a")])

@@ -21,6 +21,15 @@ def test_targets_of_a_small_tree_by_hand() -> None:
     assert told == [(0, 0.5, 4), (1, 0.333333, 3)]
 
 
+@pytest.mark.parametrize(
+    ("above", "prompt", "first"), [(0.5, 0.5, 0.333333), (0.1, 0.75, 0.666667), (0.9, 0.25, 0.333333), (-0.5, 1.0, 1.0)]
+)
+def test_graded_leaves_are_successes_above_the_groups_threshold(above: float, prompt: float, first: float) -> None:
+    group = group_from_spec([spec(spec(outcome=1.0), spec(outcome=0.0), spec(outcome=0.2)), spec(outcome=0.9)])
+    told = [round(target.value, 6) for target in tree_targets(replace(group, success_above=above))]
+    assert told == [prompt, first]
+
+
 def leaves_below(group: Group, turn: int) -> list[float]:
     """Outcomes as 0 or 1 of the leaves below a turn (-1: the prompt), by walking every path."""
     ends = {path[-1] for path in paths(group) if turn in (-1, *path[:-1])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,6 +64,7 @@ EXAMPLE_GROUP = Group(
     environment="frozenlake",
     budget=TreeBudget(roots=2, continuations=1),
     root_score=Score(success=0.25, predictor_version=7, strength=3.5),
+    success_above=-0.75,
     prompt_ids=ints(1, 2, 3),
     parent=ints(-1, 0, -1),
     action_lengths=ints(2, 1, 0),
@@ -171,9 +172,12 @@ _STATUS = st.builds(
 def groups() -> st.SearchStrategy[Group]:
     """Any legal group with a prompt id, an actor id and failure texts of any characters."""
     return st.builds(
-        lambda seed, name: random_group(np.random.default_rng(seed), prompt_id=name, failures=0.2),
+        lambda seed, name, above: replace(
+            random_group(np.random.default_rng(seed), prompt_id=name, failures=0.2), success_above=above
+        ),
         st.integers(0, 2**32 - 1),
         _ID,
+        st.floats(allow_nan=False, allow_infinity=False),
     )
 
 

@@ -1,4 +1,4 @@
-"""The frames of schema 3, byte for byte: a change of format cannot slip in without a new schema number.
+"""The frames of every message, byte for byte: a change of format cannot slip in without a new schema number.
 
 After a change on purpose: raise `wire.SCHEMA`, run `python -m tests.wire.test_golden`, look at the difference.
 """

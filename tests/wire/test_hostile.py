@@ -131,14 +131,14 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message: Message)
             wire.decode(with_header(frames, partial(mistype, name)))
 
 
-@pytest.mark.parametrize("schema", [0, 3, 5, -4, 4.0, True, "4", None, [4]])
+@pytest.mark.parametrize("schema", [0, 4, 6, -5, 5.0, True, "5", None, [5]])
 def test_a_wrong_schema_number_is_named(schema: object) -> None:
-    with pytest.raises(WireError, match="this end speaks 4"):
+    with pytest.raises(WireError, match="this end speaks 5"):
         wire.decode(with_header(HELLO_FRAMES, lambda header: header.update(schema=schema)))
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"9" * 5000, b"1e-"])
-@pytest.mark.parametrize("field", [b'"pid":4711', b'"schema":4'])
+@pytest.mark.parametrize("field", [b'"pid":4711', b'"schema":5'])
 def test_numbers_that_are_none_are_refused(number: bytes, field: bytes) -> None:
     header = HELLO_FRAMES[1].replace(field, field.split(b":")[0] + b":" + number)
     assert header != HELLO_FRAMES[1]
@@ -181,7 +181,7 @@ def test_a_huge_declared_size_allocates_nothing(length: int) -> None:
 
 @pytest.mark.parametrize("filler", [b"[],", b"{},", b"0,", b'"",', b"[", b'{"a":'])
 def test_a_header_made_to_swell_stays_within_thirty_times_its_bound(filler: bytes) -> None:
-    text = b'{"schema":4,"arrays":[],"fields":[' + filler * (wire.MAX_HEADER_BYTES // len(filler) - 20) + b"0]}"
+    text = b'{"schema":5,"arrays":[],"fields":[' + filler * (wire.MAX_HEADER_BYTES // len(filler) - 20) + b"0]}"
     assert peak_bytes_of_refusing([b"hello", text]) < 30 * wire.MAX_HEADER_BYTES
 
 
@@ -214,7 +214,7 @@ def test_json_nested_to_the_bound_is_taken_and_deeper_is_refused() -> None:
     def welcome(depth: int) -> wire.Frames:
         config = "{}" if depth == 0 else '{"a":' * depth + "0" + "}" * depth
         fields_ = f'{{"epoch":1,"run_name":"r","config":{config},"notice":null}}'
-        return [b"welcome", f'{{"schema":4,"arrays":[],"fields":{fields_}}}'.encode()]
+        return [b"welcome", f'{{"schema":5,"arrays":[],"fields":{fields_}}}'.encode()]
 
     wire.decode(welcome(31))
     for depth in (32, 500, 950, 1000, 100_000):

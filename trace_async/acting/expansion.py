@@ -32,7 +32,19 @@ from trace_async.acting.turns import TurnPlayer, answered
 from trace_async.core.nodes import Node
 from trace_async.core.seeds import env_seed, node_seed
 from trace_async.core.tree import TurnTree
-from trace_async.core.types import ROOT, Failure, Grant, GrownBy, IntArray, Lease, NodeState, Prefix, Score, Turn
+from trace_async.core.types import (
+    ROOT,
+    SUCCESS_ABOVE,
+    Failure,
+    Grant,
+    GrownBy,
+    IntArray,
+    Lease,
+    NodeState,
+    Prefix,
+    Score,
+    Turn,
+)
 from trace_async.environment import Branching, Environment, EnvironmentFactory
 from trace_async.errors import (
     EnvironmentFailure,
@@ -72,6 +84,7 @@ class GrowthParts:
     score_deadline_s: float
     max_turns: int  # per rollout; the player's own
     in_order: bool = False  # one node of a tree at a time
+    success_above: float = SUCCESS_ABOVE  # an outcome above it is a success
 
 
 async def grow_tree(lease: Lease, *, parts: GrowthParts, story: TreeStory) -> TurnTree:
@@ -93,6 +106,7 @@ async def grow_tree(lease: Lease, *, parts: GrowthParts, story: TreeStory) -> Tu
             budget=lease.budget,
             can_branch=opening.branching is not Branching.NONE,
             max_turns=parts.max_turns,
+            success_above=parts.success_above,
         )
         async with asyncio.TaskGroup() as group:
             growth = _Growth(tree, lease=lease, parts=parts, story=story, environments=environments, group=group)

@@ -40,7 +40,7 @@ def check_parts(config: Config) -> None:
     credit_rule(config.learner.credit)
     check_objective(config)
     build_predictor(config, text_of=_no_text)
-    _check_cache(config)
+    check_cache(config)
     build_prompts(config, kit)
     heldout_tasks(config, kit)
     _check_positions(config, policy_path(config.policy.path))
@@ -61,7 +61,7 @@ def _check_round(config: Config) -> None:
     allocator.allocate(beliefs, budget=tree.roots_per_step, max_roots=tree.max_roots_per_prompt, rng=rng)
 
 
-def _check_cache(config: Config) -> None:
+def check_cache(config: Config) -> None:
     """The prompts of all rounds that may be out must stay encoded, or the learner encodes them while actors wait."""
     if config.predictor.kind != "embedding":
         return

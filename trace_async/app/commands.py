@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,9 +22,9 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trace_async.app import checks, wiring
-from trace_async.app.display import Display, View, format_share
-from trace_async.app.evaluate import Evaluation, Evaluator
+from trace_async.app import checks, eval_command, wiring
+from trace_async.app.display import Display, View
+from trace_async.app.eval_plan import Request, make_plan
 from trace_async.app.learner_ranks import follow_leader, own_place, record_failure
 from trace_async.app.report import summary_lines, write_report
 from trace_async.app.run_claim import claim, sole_learner
@@ -34,8 +34,8 @@ from trace_async.app.where import describe
 from trace_async.app.wiring_learner import open_learner
 from trace_async.config import Config
 from trace_async.config_load import from_json, load_config, load_saved_config, to_json
-from trace_async.errors import EnvironmentFailure, RankError, UserError
-from trace_async.run_folder import RunFolder, read_json, write_json
+from trace_async.errors import RankError, UserError
+from trace_async.run_folder import RunFolder, read_json
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 EVALUATION_SEED = 0
 """Every policy of every run is asked with the same draws, so that differences are the policies' own."""
 
-_ADDRESS_DEADLINE_S = 120.0
-"""For a learner to load its model and listen."""
+_ADDRESS_DEADLINE_S = 1800.0
+"""For a learner to load its model, publish its first version and listen: minutes for a large one."""
 
 _ADDRESS_LOOK_S = 0.1
 
@@ -146,11 +146,14 @@ async def _act(config: Config, folder: RunFolder, *, name: str, address: str | N
     if address is None:
         async with listening(supervised=supervised, words=1):  # nothing is held yet, so there is nothing to drain
             address = await _read_address(folder)
-    async with listening(supervised=supervised) as stop, asyncio.TaskGroup() as group:
-        with wiring.open_actor(config, name=name, address=address) as actor:
-            draining = group.create_task(_when(stop, actor.drain))
-            await actor.run()
-            draining.cancel()
+    async with (
+        listening(supervised=supervised) as stop,
+        asyncio.TaskGroup() as group,
+        wiring.open_actor(config, name=name, address=address) as actor,
+    ):
+        draining = group.create_task(_when(stop, actor.drain))
+        await actor.run()
+        draining.cancel()
     return INTERRUPTED if stop.made else 0
 
 
@@ -174,60 +177,49 @@ async def _when(stop: StopRequest, then: Callable[[], None]) -> None:
     then()
 
 
-def evaluate(folder: RunFolder, *, policy: str | None, label: str | None, supervised: bool) -> int:
-    """Plays the held-out tasks; saves the result under `label`, and says it."""
-    config = load_saved_config(folder.config)
-    start = label == "before"
-    path = wiring.policy_path(policy or (config.policy.path if start else str(folder.policy)))
-    results = _run(_evaluate(config, path, supervised=supervised))
-    if label is not None:
-        write_json(folder.evaluation(label), {"policy": str(path), **{k: asdict(v) for k, v in results.items()}})
-    for mode, result in results.items():
-        sys.stdout.write(
-            f"{mode:8} success {format_share(result.success)} (95 %: {format_share(result.success_low)} to "
-            f"{format_share(result.success_high)}), {result.mean_turns:.1f} turns, "
-            f"{format_share(result.invalid_share)} unreadable, {result.num_played} tasks, {result.num_failed} failed\n"
-        )
+def evaluate(request: Request) -> int:
+    """Plays tasks with a policy; says what came of it, and saves what was asked for."""
+    plan = make_plan(request, seed=EVALUATION_SEED)
+    with eval_command.open_session(request, plan) as session:
+        _run(eval_command.play(session))
+        eval_command.report(session)
     return 0
 
 
-async def _evaluate(config: Config, policy: Path, *, supervised: bool) -> dict[str, Evaluation]:
-    kit = wiring.build_kit(config)
-    tasks = wiring.heldout_tasks(config, kit)
-    engine, renderer = wiring.build_engine(config, policy, version=0)
-    wanted = (("sampled", config.evaluation.sampled), ("greedy", config.evaluation.greedy))
-    results: dict[str, Evaluation] = {}
-    async with listening(supervised=supervised, words=1), asyncio.TaskGroup() as group:
-        running = group.create_task(engine.run())
-        for mode in (mode for mode, on in wanted if on):
-            evaluator = Evaluator(
-                player=wiring.build_player(config, engine=engine, renderer=renderer, greedy=mode == "greedy"),
-                make_environment=kit.make_environment,
-                seed=EVALUATION_SEED,
-                max_parallel=2 * config.engine.max_batch,  # so that the batch is full while environments step
-            )
-            results[mode] = await evaluator.run(tasks)
-            if not results[mode].num_played:
-                raise EnvironmentFailure(
-                    f"none of {len(tasks)} held-out tasks could be played; the warnings above say why"
-                )
-        running.cancel()
-    return results
-
-
-def make_policy(out: Path, *, steps: int | None, seed: int) -> int:
-    """Remakes the shipped policy in a new folder."""
+def make_policy(out: Path, *, name: str, steps: int | None, seed: int) -> int:
+    """Remakes a shipped policy in a new folder."""
     if out.exists():
         raise UserError(f"{out} exists; give the name of a new folder")
-    from trace_async.app.make_policy import Recipe, make_policy
+    from trace_async.app.make_policy import RECIPES, make_policy
 
-    recipe = Recipe(seed=seed)
+    if name not in RECIPES:
+        raise UserError(f"no policy {name!r} ships with the package; there are: {', '.join(RECIPES)}")
+    recipe = RECIPES[name](seed=seed)
     if steps is not None:
-        recipe = replace(recipe, warm_start=replace(recipe.warm_start, steps=steps))
+        recipe = recipe.shortened(steps)
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("warm start", total=recipe.warm_start.steps)
-        digest = make_policy(out, recipe, on_step=lambda step, loss: progress.update(bar, completed=step))
+        bar = progress.add_task("warm start", total=recipe.num_steps)
+        digest = make_policy(
+            out,
+            recipe,
+            on_step=lambda _, loss: progress.update(bar, advance=1, description=f"warm start, loss {loss:.3f}"),
+        )
     sys.stdout.write(f"{out}: weights sha256 {digest}\n")
+    return 0
+
+
+def make_world(out: Path, settings: Sequence[str], *, with_new_world: bool) -> int:
+    """Writes a generated world, and a new one without a name in common, into a new folder."""
+    from trace_async.app.make_world import describe, make_world_folder
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("starting")
+        world = make_world_folder(
+            out, settings, with_new_world=with_new_world, say=lambda stage: progress.update(bar, description=stage)
+        )
+    told = ", ".join(f"{name} {value}" for name, value in describe(world).items())
+    sys.stdout.write(f"{out}: {told}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Plays held-out tasks, one chain each, through the same turn player as training, and says how often they succeed.
+"""Plays tasks, one chain each, through the same turn player as training, and says how often they succeed.
 
 Invariants: a task counts once; an infrastructure failure is counted as such and never as a lost episode; the same
 seed, tasks and policy give the same numbers on one machine.
@@ -9,25 +9,26 @@ Never trains, never branches, never looks at the training pool.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from trace_async.acting.expansion import close_environments
 from trace_async.acting.turns import OnPhase
+from trace_async.app.eval_recorder import Episode, Recorder
+from trace_async.core.outcomes import is_success
 from trace_async.core.seeds import env_seed, node_seed
-from trace_async.core.types import IntArray, Task, Turn
+from trace_async.core.types import SUCCESS_ABOVE, IntArray, Task, Turn
 from trace_async.environment import Environment, EnvironmentFactory
 from trace_async.errors import Recoverable
 
 _LOG = logging.getLogger(__name__)
-
-SUCCESS_OUTCOME = 0.5
-"""An episode succeeded when its outcome is above this; environments reward success with 1 and failure with 0."""
 
 _Z95 = 1.959963984540054
 """0.975 quantile of the standard normal distribution."""
@@ -77,12 +78,8 @@ class Evaluation:
     sampled_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Episode:
-    outcome: float
-    num_turns: int
-    num_invalid: int
-    sampled_tokens: int
+OnEpisode: TypeAlias = Callable[[Episode], None]
+"""Told of each episode at its end, failed ones among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,60 +90,94 @@ class Evaluator:
     make_environment: EnvironmentFactory
     seed: int
     max_parallel: int  # episodes at a time
+    clock: Callable[[], float] = time.monotonic
+    success_above: float = SUCCESS_ABOVE  # an episode whose outcome is above it succeeded
 
     async def run(self, tasks: Sequence[Task]) -> Evaluation:
-        """Plays every task once, at most `max_parallel` at a time.
+        """Plays every task once; what it all came to."""
+        counts: list[Counts] = []
+        await self.play(enumerate(tasks), on_end=lambda episode: counts.append(count(episode)))
+        return summarize(counts, success_above=self.success_above)
 
-        Consumes tasks, produces one Evaluation; waits for its workers, which wait for the player; woken by their end.
+    async def play(self, tasks: Iterable[tuple[int, Task]], *, on_end: OnEpisode) -> None:
+        """Plays every task once, at most `max_parallel` at a time; the numbers are handed on as the episodes' indices.
+
+        Consumes tasks, produces episodes; waits for its workers, which wait for the player; woken by their end.
         """
-        episodes: list[_Episode | None] = []
         todo = iter(tasks)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(self.max_parallel, len(tasks))):
-                group.create_task(self._play_from(todo, episodes))
-        return summarize(episodes)
+            for _, first in zip(range(self.max_parallel), todo, strict=False):
+                group.create_task(self._play_from(itertools.chain([first], todo), on_end))
 
-    async def _play_from(self, todo: Iterator[Task], episodes: list[_Episode | None]) -> None:
-        for task in todo:
+    async def _play_from(self, todo: Iterator[tuple[int, Task]], on_end: OnEpisode) -> None:
+        for index, task in todo:
+            started_s = self.clock()
             try:
-                episodes.append(await self._play_episode(task))
+                episode = await self._play_episode(index, task)
             except Recoverable as error:
-                _LOG.warning("held-out task %s could not be played: %s: %s", task.task_id, type(error).__name__, error)
-                episodes.append(None)
+                failure = f"{type(error).__name__}: {error}"
+                _LOG.warning("task %s could not be played: %s", task.task_id, failure)
+                episode = Episode(task=task, index=index, wall_s=self.clock() - started_s, failure=failure)
+            on_end(episode)
 
-    async def _play_episode(self, task: Task) -> _Episode:
-        env = self.make_environment()
+    async def _play_episode(self, index: int, task: Task) -> Episode:
+        environment = self.make_environment()
+        env = Recorder(environment)
+        started_s = self.clock()
         try:
             start_seed = env_seed(self.seed, task.task_id, 0, (0,))
-            prefix_ids = await self.player.open(env, task, seed=start_seed, what=f"held-out task {task.task_id}")
-            reward, outcome = 0.0, math.nan
-            num_turns = num_invalid = sampled_tokens = 0
-            while math.isnan(outcome):
-                path = (0,) * (num_turns + 1)
+            prefix_ids = await self.player.open(env, task, seed=start_seed, what=f"task {task.task_id}")
+            prompt_tokens = int(prefix_ids.size)
+            turns: list[Turn] = []
+            reward = 0.0
+            while not turns or math.isnan(turns[-1].outcome):
+                path = (0,) * (len(turns) + 1)
                 turn = await self.player.play(
                     env=env,
                     prefix_ids=prefix_ids,
-                    depth=num_turns + 1,
+                    depth=len(turns) + 1,
                     reward_so_far=reward,
                     seed=node_seed(self.seed, task.task_id, 0, path),
-                    request_id=f"eval-{task.task_id}-{num_turns}",
+                    request_id=f"eval-{task.task_id}-{len(turns)}",
                     on_phase=_ignore_phase,
                 )
-                num_turns += 1
-                num_invalid += not turn.valid
-                sampled_tokens += int(turn.action_ids.shape[0])
-                reward, outcome = reward + turn.reward, turn.outcome
+                turns.append(turn)
+                reward += turn.reward
                 prefix_ids = np.concatenate([prefix_ids, turn.action_ids, turn.observation_ids])
-            return _Episode(outcome, num_turns, num_invalid, sampled_tokens)
         finally:
-            await close_environments([env], what=f"held-out task {task.task_id}")
+            await close_environments([environment], what=f"task {task.task_id}")
+        return Episode(
+            task=task,
+            index=index,
+            wall_s=self.clock() - started_s,
+            opening=env.opening,
+            prompt_tokens=prompt_tokens,
+            turns=tuple(turns),
+            steps=tuple(env.steps),
+        )
 
 
-def summarize(episodes: Sequence[_Episode | None]) -> Evaluation:
-    """Reduces episodes; None stands for a task that could not be played."""
-    played = [episode for episode in episodes if episode is not None]
+class Counts(NamedTuple):
+    """What is counted of one episode."""
+
+    failed: bool
+    outcome: float
+    num_turns: int
+    num_invalid: int
+    sampled_tokens: int
+
+
+def count(episode: Episode) -> Counts:
+    """The counts of an episode."""
+    num_turns = len(episode.turns)
+    return Counts(bool(episode.failure), episode.outcome, num_turns, episode.num_invalid, episode.sampled_tokens)
+
+
+def summarize(counts: Sequence[Counts], *, success_above: float) -> Evaluation:
+    """What episodes came to, in the order in which they are given; those above the threshold succeeded."""
+    played = [episode for episode in counts if not episode.failed]
     num_turns = sum(episode.num_turns for episode in played)
-    wins = sum(episode.outcome > SUCCESS_OUTCOME for episode in played)
+    wins = int(is_success([episode.outcome for episode in played], success_above).sum())
     interval = wilson_interval(wins, len(played))
     return Evaluation(
         success=wins / len(played) if played else math.nan,
@@ -156,7 +187,7 @@ def summarize(episodes: Sequence[_Episode | None]) -> Evaluation:
         mean_turns=num_turns / len(played) if played else math.nan,
         invalid_share=sum(episode.num_invalid for episode in played) / num_turns if num_turns else math.nan,
         num_played=len(played),
-        num_failed=len(episodes) - len(played),
+        num_failed=len(counts) - len(played),
         sampled_tokens=sum(episode.sampled_tokens for episode in played),
     )
 

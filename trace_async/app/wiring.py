@@ -6,18 +6,18 @@ Importable without torch; what needs it is imported when it is built. Never star
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from envs.registry import load_environment
 from trace_async.acting.actor import Actor
-from trace_async.acting.expansion import GrowthParts
-from trace_async.acting.turns import Engine, TurnPlayer
+from trace_async.acting.expansion import CLOSE_DEADLINE_S, GrowthParts
+from trace_async.acting.turns import Engine, TurnPlayer, answered
 from trace_async.acting.versions import VersionedEngine
 from trace_async.app.engines import make_engine
 from trace_async.app.hub import hub_folder, is_hub_id
@@ -27,7 +27,7 @@ from trace_async.coordination.rounds import RoundPlanner
 from trace_async.core.seeds import node_seed
 from trace_async.core.types import Lease, Prefix, Task
 from trace_async.environment import EnvironmentKit
-from trace_async.errors import ConfigError, PolicyError
+from trace_async.errors import ConfigError, EnvironmentFailure, EnvironmentTimeout, PolicyError, Recoverable
 from trace_async.methods.allocators import Allocator, make_allocator
 from trace_async.methods.root_allocators import RootAllocator, make_root_allocator
 from trace_async.predictors.protocol import Predictor, TextOf
@@ -40,8 +40,7 @@ from trace_async.rendering import Renderer, load_renderer
 from trace_async.scoring import BatchScorer
 from trace_async.transport.channel import ActorChannel
 
-if TYPE_CHECKING:
-    pass
+_LOG = logging.getLogger(__name__)
 
 _BUILTIN = "builtin:"
 _POLICIES = Path(__file__).parent.parent / "policies"
@@ -74,9 +73,40 @@ def _check_shipped(folder: Path) -> None:
         )
 
 
-def build_kit(config: Config) -> EnvironmentKit:
-    """Episodes and tasks of the configured environment."""
-    return load_environment(config.environment.name, config.environment.options)
+def build_kit(config: Config, renderer: Renderer | None = None) -> EnvironmentKit:
+    """Episodes and tasks of the configured environment; with a policy's renderer, bound to that policy's tokens."""
+    kit = load_environment(config.environment.name, config.environment.options)
+    return kit if renderer is None else bind_kit(kit, renderer)
+
+
+def bind_kit(kit: EnvironmentKit, renderer: Renderer) -> EnvironmentKit:
+    """The same kit, counting in tokens of the renderer's policy where it counts tokens at all."""
+    return kit if kit.bind is None else kit.bind(renderer.cut)
+
+
+async def prepare_kit(kit: EnvironmentKit, split: str) -> None:
+    """Let the kit make what the first episode of a split would wait for; no deadline runs. Raises as the kit."""
+    if kit.prepare is not None:
+        await kit.prepare(split)
+
+
+async def close_kit(kit: EnvironmentKit) -> None:
+    """Give back what the kit's episodes shared; what fails or is late is logged and left, for nobody uses it again."""
+    try:
+        await answered(
+            _close(kit),
+            deadline_s=CLOSE_DEADLINE_S,
+            failure=EnvironmentFailure,
+            late=EnvironmentTimeout,
+            what="environment kit: close",
+        )
+    except Recoverable as error:
+        _LOG.warning("%s", error)
+
+
+async def _close(kit: EnvironmentKit) -> None:
+    if kit.close is not None:
+        await kit.close()
 
 
 def build_prompts(config: Config, kit: EnvironmentKit) -> PromptStream:
@@ -85,7 +115,7 @@ def build_prompts(config: Config, kit: EnvironmentKit) -> PromptStream:
 
 
 def heldout_tasks(config: Config, kit: EnvironmentKit) -> list[Task]:
-    """The tasks that evaluation plays: the first of the held-out pool, the same for every seed of the run."""
+    """The tasks that a run's evaluation plays: the first of the held-out pool, the same for every seed of the run."""
     available = kit.tasks.size("heldout")
     if available is not None and config.prompts.num_heldout > available:
         raise ConfigError(
@@ -95,6 +125,23 @@ def heldout_tasks(config: Config, kit: EnvironmentKit) -> list[Task]:
     return [kit.tasks.task("heldout", index) for index in range(config.evaluation.num_prompts)]
 
 
+def split_tasks(config: Config, kit: EnvironmentKit, *, split: str, num: int | None) -> list[Task]:
+    """The first `num` tasks of a split; None: as a run's evaluation, or all of another split that has an end.
+
+    ConfigError for a split that there is not and for more tasks than it has.
+    """
+    available = kit.tasks.size(split)
+    if num is None and split == "heldout":
+        return heldout_tasks(config, kit)
+    if num is None:
+        num = config.evaluation.num_prompts if available is None else available
+    if available is not None and num > available:
+        raise ConfigError(
+            f"--num {num}: split {split!r} of environment {config.environment.name} has {available} tasks; lower it"
+        )
+    return [kit.tasks.task(split, index) for index in range(num)]
+
+
 def build_predictor(config: Config, *, text_of: TextOf) -> Predictor:
     """An untrained predictor, which reads prefixes by `text_of` if it reads them at all."""
     return make_predictor(config.predictor.kind, config.predictor.options, seed=config.run.seed, text_of=text_of)
@@ -102,7 +149,7 @@ def build_predictor(config: Config, *, text_of: TextOf) -> Predictor:
 
 def build_planner(config: Config, *, beliefs: Predictor, renderer: Renderer) -> RoundPlanner:
     """Plans rounds by `beliefs`."""
-    kit = build_kit(config)
+    kit = build_kit(config, renderer)
     return RoundPlanner(
         build_prompts(config, kit),
         beliefs,
@@ -140,16 +187,30 @@ def build_player(config: Config, *, engine: Engine, renderer: Renderer, greedy: 
     )
 
 
-@contextmanager
-def open_actor(config: Config, *, name: str, address: str) -> Iterator[Actor]:
+@asynccontextmanager
+async def open_actor(config: Config, *, name: str, address: str) -> AsyncIterator[Actor]:
     """An actor and everything it owns, ready to run. Imports torch."""
     with open_stager(config, name, dialled=address) as stager:
-        yield _build_actor(config, name=name, address=address, stager=stager)
+        kit = build_kit(config)
+        try:
+            engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
+            kit = bind_kit(kit, renderer)
+            await prepare_kit(kit, "train")
+            yield _build_actor(config, engine, renderer, name=name, address=address, kit=kit, stager=stager)
+        finally:
+            await close_kit(kit)
 
 
-def _build_actor(config: Config, *, name: str, address: str, stager: Stager) -> Actor:
-    kit = build_kit(config)
-    engine, renderer = build_engine(config, policy_path(config.policy.path), version=-1)
+def _build_actor(
+    config: Config,
+    engine: VersionedEngine,
+    renderer: Renderer,
+    *,
+    name: str,
+    address: str,
+    kit: EnvironmentKit,
+    stager: Stager,
+) -> Actor:
     predictor = build_predictor(config, text_of=renderer.text)
     if not predictor.quick_batch:  # loads its model now, not within the first score's deadline
         opening = np.array([renderer.pad_id], np.int32)
@@ -178,6 +239,7 @@ def _build_actor(config: Config, *, name: str, address: str, stager: Stager) -> 
             score_deadline_s=config.predictor.deadline_s,
             max_turns=config.tree.max_turns,
             in_order=config.tree.in_order,
+            success_above=config.environment.success_above,
         ),
         environment=config.environment.name,
         clock=time.monotonic,

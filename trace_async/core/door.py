@@ -7,6 +7,7 @@ checks again. The first fault found is raised with the group id and the turns it
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import numpy as np
@@ -71,6 +72,8 @@ def _check_head(group: Group) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 0:
             _refuse(group, f"{name} is {number!r}, not a count")
+    if not isinstance(group.success_above, float) or not math.isfinite(group.success_above):
+        _refuse(group, f"success_above is {group.success_above!r}, not a finite number")
     root: Score = group.root_score
     known = 0.0 <= root.success <= 1.0 and root.predictor_version >= 0 and not root.strength <= 0.0
     unknown = np.isnan(root.success) and root.predictor_version >= -1 and np.isnan(root.strength)

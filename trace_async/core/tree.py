@@ -37,7 +37,8 @@ __all__ = ["IllegalMove", "Move", "MoveKind", "Node", "TurnTree"]
 class TurnTree:
     """The tree of one lease.
 
-    `can_branch` says whether children other than the running rollout's own may be grown below the prompt.
+    `can_branch` says whether children other than the running rollout's own may be grown below the prompt; an outcome
+    above `success_above` counts as a success.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TurnTree:
         budget: TreeBudget,
         can_branch: bool,
         max_turns: int,
+        success_above: float,
     ) -> None:
         if budget.roots < 0 or budget.continuations < 0 or max_turns < 1:
             raise InvariantError(f"tree {tree_id}: {budget} with max_turns {max_turns} cannot be grown")
@@ -60,6 +62,7 @@ class TurnTree:
         self.budget = budget
         self.can_branch = can_branch
         self.max_turns = max_turns
+        self.success_above = success_above
         self._roots_left = budget.roots
         self._continuations_left = budget.continuations
         self._num_growing = 0

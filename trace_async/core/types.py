@@ -42,7 +42,7 @@ ROOT = 0
 """Node id of the prompt."""
 
 SUCCESS_ABOVE = 0.5
-"""An outcome above this is a success: for prediction, allocation and reports; the policy trains on the real one."""
+"""Of environments that say nothing else, an outcome above this is a success; `outcomes.is_success` compares."""
 
 
 class NodeState(IntEnum):
@@ -184,6 +184,7 @@ class Group:
     environment: str
     budget: TreeBudget
     root_score: Score
+    success_above: float = SUCCESS_ABOVE  # outcomes above are successes; for all but credit and loss
     prompt_ids: IntArray  # [P]
     parent: IntArray  # [K]
     action_lengths: IntArray  # [K] tokens

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy, NodeState
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import Group, GrownBy, NodeState
 from trace_async.methods.forecasts import bare_outcomes
 
 
@@ -90,7 +91,7 @@ def _chains(group: Group) -> tuple[int, int, int]:
     outcomes = bare_outcomes(group)
     whole = np.array(own, np.bool_) & ~np.isnan(outcomes)
     ended = outcomes[whole & (group.grown_by == GrownBy.ROOT)]
-    return ended.size, int((ended > SUCCESS_ABOVE).sum()), int(group.action_lengths[whole].sum())
+    return ended.size, int(is_success(ended, group.success_above).sum()), int(group.action_lengths[whole].sum())
 
 
 def _sum(seconds: NDArray[np.float32]) -> float:

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_async.coordination.leases import REJECTED, Counts
+from trace_async.core.outcomes import is_success
 from trace_async.core.packing import PackItem
 from trace_async.core.rows import trainable_turns
-from trace_async.core.types import SUCCESS_ABOVE, ActorStatus, Group, GroupVerdict, NodeState, Verdict
+from trace_async.core.types import ActorStatus, Group, GroupVerdict, NodeState, Verdict
 from trace_async.learning.batching import Batch
 from trace_async.methods.forecasts import root_outcomes
 
@@ -35,12 +36,12 @@ def batch_measures(batch: Batch, *, max_age_steps: int) -> dict[str, float]:
     """Outcomes, ages and waste over one step's groups."""
     groups = [item.group for item in batch.items]
     ends = _join([group.outcome[~np.isnan(group.outcome)] for group in groups])
-    roots = _join([root_outcomes(group) for group in groups])
+    roots = _join([is_success(root_outcomes(group), group.success_above) for group in groups])
     played = sum(int((group.state != NodeState.FAILED).sum()) for group in groups)
     valid = sum(int((group.valid[group.state != NodeState.FAILED] != 0).sum()) for group in groups)
     return {
         "critic/score/mean": _mean(ends),
-        "rollout/success": _mean(roots > SUCCESS_ABOVE),
+        "rollout/success": _mean(roots),
         "rollout/effective_ratio": _mean(np.array([_is_mixed(group) for group in groups])),
         "rollout/invalid_share": 1.0 - valid / played if played else math.nan,
         "rollout/failed_nodes": float(sum(len(group.failures) for group in groups)),

@@ -6,8 +6,8 @@ each followed along its own chain. All of them are draws of the policy from that
 further down is none: its place was chosen by looking at an outcome, so counting it above would shift the mean. How
 many continuations a prefix gets may depend on what was drawn there before; sums over draws stay unbiased then (Wald's
 identity), means per prefix do not, which is why every draw weighs the same. Rollouts that failed or were closed have
-no outcome, SELECTED ones are no draws. Outcomes above `SUCCESS_ABOVE` are successes: here only, rewards stay what
-they are for training.
+no outcome, SELECTED ones are no draws. Outcomes above the group's `success_above` are successes: here only, rewards
+stay what they are for training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import Group, GrownBy
 from trace_async.methods.allocation import prefix_value, repeat_probability, root_value, root_value_beta
 
 Floats = NDArray[np.float64]
@@ -74,7 +75,7 @@ def prompt_forecasts(groups: Sequence[Group]) -> Forecasts:
     for group in groups:
         outcomes, success = root_outcomes(group), group.root_score.success
         if outcomes.size and np.isfinite(success):
-            found.append((success, int((outcomes > SUCCESS_ABOVE).sum()), outcomes.size))
+            found.append((success, int(is_success(outcomes, group.success_above).sum()), outcomes.size))
     return _forecasts(found)
 
 
@@ -105,7 +106,7 @@ def promised_mixed(groups: Sequence[Group]) -> Promise:
             expected += float(root_value_beta(alpha, beta, outcomes.size))
         else:
             expected += float(root_value(score.success, outcomes.size))
-        realised += np.unique(outcomes > SUCCESS_ABOVE).size > 1
+        realised += np.unique(is_success(outcomes, group.success_above)).size > 1
     return Promise(places, expected, realised)
 
 
@@ -138,7 +139,7 @@ class _Draws(NamedTuple):
     @classmethod
     def of(cls, group: Group) -> _Draws:
         bare = bare_outcomes(group)
-        known, succeeded = ~np.isnan(bare), bare > SUCCESS_ABOVE
+        known, succeeded = ~np.isnan(bare), is_success(bare, group.success_above)
         starts = (group.grown_by == GrownBy.CONTINUATION) & (group.parent >= 0) & known
         at = group.parent[starts]
         return cls(

@@ -29,8 +29,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from trace_async.core.nodes import Node
+from trace_async.core.outcomes import is_success
 from trace_async.core.tree import TurnTree
-from trace_async.core.types import ROOT, SUCCESS_ABOVE, Grant, GrownBy
+from trace_async.core.types import ROOT, Grant, GrownBy
 from trace_async.errors import ConfigError
 from trace_async.methods.allocation import Counts, allocate_prefixes, allocate_prefixes_beta, repeat_probability
 from trace_async.methods.growth_rules import (
@@ -89,7 +90,7 @@ class TraceAllocator(RootRollouts):
         """Continuations int64 [n] for each anchor, `share` in all but for those that would add less than `at_least`."""
         options = self._options
         success = np.clip([anchor.success for anchor in anchors], options.clip, 1.0 - options.clip)
-        repeat = repeat_probability(success, [anchor.outcome > SUCCESS_ABOVE for anchor in anchors])
+        repeat = repeat_probability(success, [anchor.succeeded for anchor in anchors])
         granted = [anchor.granted for anchor in anchors]
         cost = suffix_costs(anchors) if options.cost_aware else None
         if options.form == "point":
@@ -104,7 +105,7 @@ class Anchor(NamedTuple):
     node_id: int
     depth: int  # turns from the prompt
     success: float  # predicted
-    outcome: float  # of the bare rollout through it
+    succeeded: bool  # the bare rollout through it
     granted: int  # continuations given so far, whatever became of them
     suffix_tokens: int  # that its bare rollout sampled below it
 
@@ -118,7 +119,7 @@ def known_anchors(tree: TurnTree) -> list[Anchor]:
         chain = bare_rollout(tree, first)
         end = chain[-1].turn  # None when it failed; without an outcome while it runs or when it was closed
         if end is not None and not math.isnan(end.outcome):
-            anchors += _anchors_of(chain, end.outcome, tree)
+            anchors += _anchors_of(chain, bool(is_success(end.outcome, tree.success_above)), tree)
     return anchors
 
 
@@ -135,12 +136,12 @@ def suffix_costs(anchors: Sequence[Anchor]) -> list[float]:
     return [(anchor.suffix_tokens + mean[anchor.depth]) / 2.0 for anchor in anchors]
 
 
-def _anchors_of(chain: Sequence[Node], outcome: float, tree: TurnTree) -> list[Anchor]:
+def _anchors_of(chain: Sequence[Node], succeeded: bool, tree: TurnTree) -> list[Anchor]:
     anchors, suffix_tokens = [], 0
     for node, below in zip(reversed(chain[:-1]), reversed(chain), strict=False):
         suffix_tokens += 0 if below.turn is None else below.turn.action_ids.size
         anchors.append(
-            Anchor(node.node_id, node.depth, _predicted(node), outcome, _num_granted(tree, node), suffix_tokens)
+            Anchor(node.node_id, node.depth, _predicted(node), succeeded, _num_granted(tree, node), suffix_tokens)
         )
     return anchors[::-1]
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from trace_async.core.packing import RowBatch
 from trace_async.core.types import Message
+from trace_async.policies.warm_start_packing import Encoded, num_said, pack_conversations, pad_conversations
 from trace_async.rendering import Renderer
+from trace_async.trainer_scoring import Scorer
+
+OnStep: TypeAlias = Callable[[int, float], None]
+"""Told the number of steps made and the loss of the last one in nats."""
 
 
 class Conversation(NamedTuple):
@@ -33,9 +39,7 @@ class WarmStartConfig:
     max_grad_norm: float = 1.0
 
 
-def encode(
-    conversation: Conversation, *, renderer: Renderer, answer_ids: Callable[[str], list[int]]
-) -> tuple[list[int], list[bool]]:
+def encode(conversation: Conversation, *, renderer: Renderer, answer_ids: Callable[[str], list[int]]) -> Encoded:
     """Token ids, and which of them the assistant said."""
     ids = renderer.opening_ids(conversation.opening).tolist()
     said = [False] * len(ids)
@@ -47,7 +51,7 @@ def encode(
             observation = renderer.reply_ids((Message("user", reply),), closed=True).tolist()
             ids += observation
             said += [False] * len(observation)
-    return ids, said
+    return Encoded(ids, said)
 
 
 def warm_start(
@@ -56,24 +60,69 @@ def warm_start(
     *,
     pad_id: int,
     config: WarmStartConfig,
-    on_step: Callable[[int, float], None],
+    on_step: OnStep,
 ) -> None:
-    """Train `model` in place on encoded conversations; `on_step(step, loss in nats)` is called after each step."""
+    """Train a tiny `model` in place: all of a step's conversations are one padded batch, with all its logits."""
+
+    def backward() -> float:
+        batch = [next(conversations) for _ in range(config.conversations_per_step)]
+        loss = _loss(model, batch, pad_id=pad_id)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    _train(model.train(), backward, config=config, on_step=on_step)
+
+
+def warm_start_packed(
+    model: torch.nn.Module,
+    batches: Iterator[Sequence[Encoded]],
+    *,
+    pad_id: int,
+    micro_batch_tokens: int,
+    max_path_tokens: int,
+    config: WarmStartConfig,
+    on_step: OnStep,
+) -> None:
+    """Train `model` in place, a batch a step, with at most `micro_batch_tokens` in one forward pass.
+
+    Openings that a batch shares are computed once and nothing is padded, where the model's attention takes packed
+    trees on paths of up to `max_path_tokens`, which no conversation may exceed. `model` is float32 and stays in
+    evaluation mode. Raises ValueError for a conversation over `micro_batch_tokens`.
+    """
+    scorer = Scorer(model.eval(), temperature=1.0)
+    packs_trees = scorer.probe_trees(max_path_tokens)
+
+    def pack(batch: Sequence[Encoded]) -> list[RowBatch]:
+        if packs_trees:
+            return pack_conversations(batch, bound=micro_batch_tokens)
+        return pad_conversations(batch, bound=micro_batch_tokens, pad_id=pad_id)
+
+    def backward() -> float:
+        batch = next(batches)
+        total, tokens = 0.0, num_said(batch)
+        for rows in pack(batch):
+            loss = -scorer.logprobs(rows).sum() / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    _train(model, backward, config=config, on_step=on_step)
+
+
+def _train(model: torch.nn.Module, backward: Callable[[], float], *, config: WarmStartConfig, on_step: OnStep) -> None:
+    """`backward` adds the gradient of one step's loss and returns the loss."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
-    model.train()
     for step in range(config.steps):
         for group in optimizer.param_groups:
             rise = min(1.0, (step + 1) / config.warmup_steps)
             group["lr"] = config.learning_rate * rise * (1.0 - step / config.steps)
-        batch = [next(conversations) for _ in range(config.conversations_per_step)]
-        loss = _loss(model, batch, pad_id=pad_id)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
-        on_step(step + 1, float(loss.detach()))
+        on_step(step + 1, loss)
     model.eval()
 
 

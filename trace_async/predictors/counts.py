@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_async.core.types import SUCCESS_ABOVE, Group, GrownBy, Json, NodeState
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import Group, GrownBy, Json, NodeState
 from trace_async.errors import ConfigError
 from trace_async.predictors.protocol import OPTIONS_KEY
 
@@ -128,8 +129,9 @@ class Counts:
         drawn = np.zeros(2)
         self.newest_version = max(self.newest_version, *(int(group.version_max[one.end]) for one in rollouts))
         worth = np.zeros(2)
+        succeeded = is_success(group.outcome, group.success_above)
         for one in rollouts:
-            side = 0 if group.outcome[one.end] > SUCCESS_ABOVE else 1
+            side = 0 if succeeded[one.end] else 1
             drawn[side] += 1.0
             worth[side] += self._left(self.newest_version - int(group.version_min[one.start]))
             self.alive[: min(one.turns, NUM_DEPTHS), side] += 1.0  # it went on after turns 0 .. turns - 1

@@ -1,7 +1,8 @@
 """What a finished tree teaches about its prompt and its prefixes. Pure.
 
 Owns the tree targets of TRACE (arXiv 2606.11119): V(y) = (1 / n_y) sum over children c of n_c V(c), a leaf's value
-being its outcome as 0 or 1 and n the number of leaves below; hence V(y) is the mean outcome of the leaves below y.
+being 1 where its outcome is a success by the group's threshold, else 0, and n the number of leaves below; hence V(y) is
+the share of successes among the leaves below y.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_async.core.group import turn_spans
-from trace_async.core.types import SUCCESS_ABOVE, FloatArray, Group, NodeState, Prefix
+from trace_async.core.outcomes import is_success
+from trace_async.core.types import FloatArray, Group, NodeState, Prefix
 
 
 class Target(NamedTuple):
@@ -49,7 +51,7 @@ def _sums_below(group: Group) -> tuple[FloatArray, NDArray[np.int64]]:
     """Successes and leaves below the prompt [0] and each turn [1 + turn], leaves themselves included."""
     is_leaf = group.state == NodeState.LEAF
     leaves = np.concatenate([[0], is_leaf.astype(np.int64)])
-    successes = np.concatenate([[0.0], is_leaf & (group.outcome > SUCCESS_ABOVE)]).astype(np.float32)
+    successes = np.concatenate([[0.0], is_leaf & is_success(group.outcome, group.success_above)]).astype(np.float32)
     for turn in range(group.num_turns - 1, -1, -1):  # parents come first
         above = int(group.parent[turn]) + 1
         leaves[above] += leaves[turn + 1]

@@ -23,7 +23,7 @@ from trace_async.core.types import ActorStatus, Group, Json, Lease, VersionNotic
 from trace_async.errors import WireError
 from trace_async.transport.wire_codec import DTYPES, NamedArray, pack, unpack
 
-SCHEMA = 4
+SCHEMA = 5
 """Changes whenever a record below or its frames change; ends of different numbers refuse each other by name."""
 MAX_FRAME_BYTES = 16 * 2**20
 """One frame; four million tokens of one tree."""
