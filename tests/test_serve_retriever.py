@@ -289,6 +289,18 @@ def test_bad_requests_get_400_and_a_sentence_and_are_counted() -> None:
     asyncio.run(story())
 
 
+def test_a_body_that_is_not_packed_as_it_says_gets_400() -> None:
+    async def story() -> None:
+        async with serving(Bm25Retriever(PAGES)) as url, aiohttp.ClientSession() as session:
+            packed = {"Content-Encoding": "gzip"}
+            async with session.post(url, data=b'{"queries": ["word1"]}', headers=packed) as response:
+                assert response.status == 400
+                assert (await response.json())["detail"].startswith("the body cannot be read: ")
+            assert (await post(session, url, {"queries": ["word1"]})).status == 200
+
+    asyncio.run(story())
+
+
 def test_a_body_that_is_too_big_gets_413() -> None:
     async def story() -> None:
         async with serving(Bm25Retriever(PAGES)) as url, aiohttp.ClientSession() as session:

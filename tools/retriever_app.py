@@ -71,6 +71,10 @@ def make_app(
             found = await queue.search(wanted.queries, wanted.k) if wanted.queries else []
         except ValueError as error:
             return _refuse(400, str(error))
+        except web.RequestPayloadError as error:
+            response = _refuse(400, f"the body cannot be read: {' '.join(str(error).split())}")
+            response.force_close()  # what is left of the body is lost
+            return response
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"a request may have at most {MAX_BODY_BYTES} bytes")
         except QueueFull as error:

@@ -64,8 +64,8 @@ def save_config(config: Config, path: Path) -> None:
     aside.replace(path)
 
 
-def load_saved_config(path: Path) -> Config:
-    """Reads what `save_config` wrote; ConfigError when it is missing or damaged."""
+def load_saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads what `save_config` wrote, with `KEY=VALUE` overrides; ConfigError when it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,7 +74,10 @@ def load_saved_config(path: Path) -> Config:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a table of sections, got {_describe(data)}")
-    return from_json(data, source=str(path))
+    reader = _Reader(source=str(path))
+    for override in overrides:
+        reader.apply_override(data, override)
+    return reader.read(data)
 
 
 def known_keys() -> tuple[str, ...]:

@@ -139,7 +139,7 @@ class Game:
         """The game that `state` described; ValueError, TypeError or KeyError when it is not such a state."""
         game = cls(Task("resumed", state["data"]), rules)
         found = dict(state["found"])
-        game.found = Found(**{**found, "titles": tuple(found["titles"]), "sums": tuple(found["sums"])})
+        game.found = Found(**{**found, **{name: tuple(found[name]) for name in ("titles", "pages", "sums")}})
         game.num_turns, game.num_invalid = int(state["num_turns"]), int(state["num_invalid"])
         game.is_well_formed, game.over = bool(state["is_well_formed"]), bool(state["over"])
         if not 0 <= game.num_invalid <= game.num_turns <= rules.max_turns + 1:

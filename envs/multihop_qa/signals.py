@@ -1,7 +1,8 @@
 """What the searches of an episode have brought to light: signals of one turn, and measures of the episode so far.
 
-Pages are told apart by title, in lower case; texts are compared in the normal form of the answer metrics, whole words.
-What a question says nothing about is absent or NaN, never 0. Pure. Never: answers given, rewards.
+Pages are told apart by title, in lower case, or by identity where they have none; texts are compared in the normal
+form of the answer metrics, whole words. What a question says nothing about is absent or NaN, never 0. Pure. Never:
+answers given, rewards.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ class Found(NamedTuple):
     """What all searches of an episode have shown so far; grows by copies."""
 
     titles: tuple[str, ...] = ()  # distinct, in the order of appearance
+    pages: tuple[str, ...] = ()  # the same pages, those without a title by identity
     num_searches: int = 0
     sums: tuple[float, ...] = (0.0,) * len(PROCESS_SIGNALS)  # of the searches' signals
     has_seen_answer: bool = False  # a gold answer stood in a passage
 
     def plus(self, passages: Sequence[Passage], question: Question) -> tuple[Found, Signals]:
         """After one more search that showed `passages`, texts as they were shown; and that search's signals."""
-        seen, gold = {title.lower() for title in self.titles}, {title.lower() for title in question.gold_titles}
+        gold = {title.lower() for title in question.gold_titles}
         shown = list(dict.fromkeys(passage.title for passage in passages))
+        pages = list(dict.fromkeys(passage.title.lower() or passage.doc_id for passage in passages))
         text = " | ".join(normalise(part) for passage in passages for part in (passage.title, passage.text))
         wanted = _worth_finding(question)
         shows_gold = _holds(text, wanted.intersection(map(normalise, question.answers)))
         signals = Signals(
             gold_page=float(any(title.lower() in gold for title in shown)) if gold else math.nan,
-            new_page=float(any(title.lower() not in seen for title in shown)),
+            new_page=float(any(page not in self.pages for page in pages)),
             sub_answer=float(_holds(text, wanted)) if wanted else math.nan,
         )
         after = Found(
             titles=(*self.titles, *(title for title in shown if title not in self.titles)),
+            pages=(*self.pages, *(page for page in pages if page not in self.pages)),
             num_searches=self.num_searches + 1,
             sums=tuple(a + (b == 1.0) for a, b in zip(self.sums, signals, strict=True)),
             has_seen_answer=self.has_seen_answer or shows_gold,

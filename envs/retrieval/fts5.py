@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from envs.retrieval.local import CorpusDigest, LocalRetriever, check_k, query_words
+from envs.retrieval.local import CorpusDigest, LocalRetriever, check_k, query_words, without_surrogates
 from envs.retrieval.protocol import Hit, Passage
 from trace_async.errors import ConfigError, EnvironmentFailure
 
@@ -202,7 +202,7 @@ def _fill(connection: sqlite3.Connection, passages: Iterable[Passage]) -> tuple[
             raise
         raise ConfigError(f"this Python's SQLite has no FTS5 ({error}); use another retriever kind") from error
     with connection:
-        rows = (tuple(map(_storable, passage)) for passage in digest.watch(passages))
+        rows = (tuple(map(without_surrogates, passage)) for passage in digest.watch(passages))
         connection.executemany("INSERT INTO unsorted VALUES (?, ?, ?)", rows)
         if not len(digest):
             raise ConfigError("the corpus is empty: there is nothing to search")
@@ -210,12 +210,3 @@ def _fill(connection: sqlite3.Connection, passages: Iterable[Passage]) -> tuple[
             connection.execute(statement)
         connection.execute("INSERT INTO meta VALUES (?, ?, ?)", (_FORMAT, digest.hexdigest(), len(digest)))
     return digest.hexdigest(), len(digest)
-
-
-def _storable(text: str) -> str:
-    """SQLite keeps UTF-8: halves of surrogate pairs, which JSON files may hold, become U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

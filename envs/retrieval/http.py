@@ -158,6 +158,6 @@ def _retry_after_s(response: aiohttp.ClientResponse) -> float:
         pass
     try:
         date = email.utils.parsedate_to_datetime(said)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

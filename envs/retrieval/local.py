@@ -43,6 +43,15 @@ def query_words(query: str) -> list[str]:
     return [word for word in words if word not in _STOP_WORDS] or words
 
 
+def without_surrogates(text: str) -> str:
+    """Halves of surrogate pairs, which JSON may hold and UTF-8 may not, become U+FFFD; two that meet, a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 class CorpusDigest:
     """Identity of a set of passages, read one by one: the sum of their SHA-256 numbers, so that order does not matter.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs.multihop_qa.records import passage_id
+from envs.retrieval.local import without_surrogates
 from envs.retrieval.protocol import Hit, Passage
 
 
@@ -59,22 +60,26 @@ def _read_hits(entries: Any, k: int) -> list[Hit]:
             raise ValueError(f"document {rank} of a result is {type(document).__name__}, not an object")
         if isinstance(score, bool) or not isinstance(score, int | float):
             raise ValueError(f"score {rank} of a result is {score!r}, not a number")
-        hits.append(Hit(read_document(document), float(score)))
+        try:
+            hits.append(Hit(read_document(document), float(score)))
+        except OverflowError:
+            raise ValueError(f"score {rank} of a result is a number without end") from None
     return hits
 
 
 def read_document(document: Mapping[str, Any]) -> Passage:
-    """A passage; without an "id" it gets the identity of its content. ValueError when it has no text."""
+    """A passage; without an "id" it gets the identity of its content; halves of surrogate pairs become U+FFFD, so
+    that any tokenizer takes them. ValueError when it has no text."""
     contents, title, text = (document.get(name) for name in ("contents", "title", "text"))
     if isinstance(contents, str):
         first, text = split_contents(contents)
         title = title if isinstance(title, str) else first
     elif not isinstance(text, str):
         raise ValueError(f'a document needs "contents", or "title" and "text"; it has {sorted(document)}')
-    title = title if isinstance(title, str) else ""
+    title, text = without_surrogates(title if isinstance(title, str) else ""), without_surrogates(text)
     doc_id = document.get("id")
     known = isinstance(doc_id, str | int) and not isinstance(doc_id, bool) and doc_id != ""
-    return Passage(str(doc_id) if known else passage_id(title, text), title, text)
+    return Passage(without_surrogates(str(doc_id)) if known else passage_id(title, text), title, text)
 
 
 def split_contents(contents: str) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from trace_async.app.evaluate import Counts, Evaluation, Evaluator, summarize
 from trace_async.app.stopping import listening
 from trace_async.core.outcomes import is_success
 from trace_async.errors import EnvironmentFailure, UserError
-from trace_async.run_folder import RunFolder, write_json
+from trace_async.run_folder import RunFolder, read_json, write_json
 
 _FIXED = ("environment", "split", "modes", "seed", "policy_sha256", "engine", "limits")
 """Settings that an evaluation goes on with or not at all."""
@@ -172,22 +172,22 @@ def evaluation(session: Session, mode: str) -> Evaluation:
 
 
 def report(session: Session) -> None:
-    """Says what came of it, and writes the files that were asked for."""
+    """Writes the files that were asked for, then says what came of it: whoever reads may hang up."""
     request, plan = session.request, session.plan
     results = {mode: evaluation(session, mode) for mode in plan.modes}
-    for mode, result in results.items():
-        sys.stdout.write(evaluation_line(mode, result))
+    lines = "".join(evaluation_line(mode, result) for mode, result in results.items())
     if request.label is not None:
         saved = {"policy": str(plan.policy), **{mode: asdict(result) for mode, result in results.items()}}
         write_json(RunFolder(request.source).evaluation(request.label), saved)
+        sys.stdout.write(lines)
         return
     above = plan.config.environment.success_above
     summaries = {mode: summarize_mode(session.rows(mode), success_above=above) for mode in plan.modes}
-    tells_more = any(row.metrics or row.labels for mode in plan.modes for row in session.rows(mode))
-    if request.out is not None or tells_more:
+    written = "" if request.out is None else _write_reports(session, EvalFolder(request.out), summaries)
+    sys.stdout.write(lines)
+    if written or any(row.metrics or row.labels for mode in plan.modes for row in session.rows(mode)):
         _print_tables(summaries)
-    if request.out is not None:
-        _write_reports(session, EvalFolder(request.out), summaries)
+    sys.stdout.write(written)
 
 
 def _print_tables(summaries: Mapping[str, ModeSummary]) -> None:
@@ -199,14 +199,14 @@ def _print_tables(summaries: Mapping[str, ModeSummary]) -> None:
         console.print(table)
 
 
-def _write_reports(session: Session, folder: EvalFolder, summaries: Mapping[str, ModeSummary]) -> None:
-    plan = session.plan
-    settings = settings_of(session.request, plan)
+def _write_reports(session: Session, folder: EvalFolder, summaries: Mapping[str, ModeSummary]) -> str:
+    """Writes summary and page; what there is to say of them."""
+    plan, settings = session.plan, read_json(folder.settings)
+    assert settings is not None, f"{folder.settings} was written when the folder was opened"
     told = ("environment", "split", "num", "policy", "policy_sha256", "seed", "success_above")
     write_json(folder.summary, {**{key: settings[key] for key in told}, "modes": summary_json(summaries)})
     keys = [(row.mode, row.task_index) for mode in plan.modes for row in session.rows(mode)]
     write_page(folder, summaries, keys=keys, settings=settings)
-    sys.stdout.write(f"\nepisodes  {folder.episodes}\nsummary   {folder.summary}\nreport    {folder.report}\n")
     failed = sum(summary.overall.num_failed for summary in summaries.values())
-    if failed:
-        sys.stdout.write(f"{failed} episodes could not be played; the same command tries them again\n")
+    again = f"{failed} episodes could not be played; the same command tries them again\n" if failed else ""
+    return f"\nepisodes  {folder.episodes}\nsummary   {folder.summary}\nreport    {folder.report}\n{again}"

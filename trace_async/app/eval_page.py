@@ -17,7 +17,7 @@ from trace_async.app.eval_page_episode import PageShape, clean, episode_html
 from trace_async.app.eval_page_style import SCRIPT, STYLE
 from trace_async.app.eval_records import read_row
 from trace_async.app.eval_summary import Measure, ModeSummary, Part, natural
-from trace_async.app.eval_text import format_interval, format_measure
+from trace_async.app.eval_text import SHOWN_BY_LABEL, format_interval, format_measure
 from trace_async.core.types import Json
 
 MAX_TRANSCRIPTS = 1_000
@@ -27,9 +27,6 @@ MAX_ROWS = 10_000
 
 _FEW = 20
 """Groups of fewer episodes are shown in grey: their intervals say little."""
-
-_MEASURES_BY_LABEL = ("outcome", "prompt_tokens", "context_tokens")
-"""Left out of the tables by label."""
 
 
 def write_page(
@@ -114,7 +111,8 @@ def _bar(measure: Measure) -> str:
 
 
 def _by_label(title: str, parts: Mapping[str, Part]) -> str:
-    names = [name for name in next(iter(parts.values())).measures if name not in _MEASURES_BY_LABEL]
+    measures = next(iter(parts.values())).measures
+    names = [name for name in SHOWN_BY_LABEL if name in measures]
     heads = "".join(f"<th>{clean(name.replace('_', ' '))}</th>" for name in names)
     rows = []
     for value, part in parts.items():

@@ -26,7 +26,7 @@ th { text-align: right; font-weight: 600; color: var(--soft); font-size: 13px; p
 td { text-align: right; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); white-space: nowrap;
   vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
-th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 120px; }
 td.few { color: var(--soft); }
 td small { color: var(--soft); font-size: 12px; }
 .wide td, .wide th { width: 1%; } .wide td:first-child { white-space: nowrap; padding-right: 24px; }

@@ -131,15 +131,7 @@ def _load(request: Request) -> Config:
         return config_load.load_config(request.source, request.overrides)
     if not request.source.is_dir():
         raise UserError(f"{request.source}: there is no such run folder and no such TOML file")
-    saved = RunFolder(request.source).config
-    config = config_load.load_saved_config(saved)
-    if not request.overrides:
-        return config
-    reader = config_load._Reader(source=str(saved))
-    table = config_load.to_json(config)
-    for override in request.overrides:
-        reader.apply_override(table, override)
-    return reader.read(table)
+    return config_load.load_saved_config(RunFolder(request.source).config, request.overrides)
 
 
 def _default_policy(request: Request, config: Config) -> str:

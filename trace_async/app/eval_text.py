@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,8 +19,8 @@ from trace_async.app.evaluate import Evaluation
 SHARES = ("success", "invalid_share")
 """Measures shown in percent; the environment's own are shown as the numbers they are."""
 
-_HIDDEN_BY_LABEL = ("outcome", "prompt_tokens")
-"""Left out of the narrow tables."""
+SHOWN_BY_LABEL = ("success", "em", "f1", "cover_em", "support_f1", "searches", "turns", "sampled_tokens")
+"""Columns of the tables by label, narrow enough to read; `summary_json` has every measure."""
 
 _DASH = "-"
 
@@ -55,13 +56,15 @@ def _overall_table(summaries: Mapping[str, ModeSummary]) -> Table:
 
 
 def _label_table(title: str, parts: Mapping[str, Part]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     table.add_column("", overflow="fold")
     table.add_column("n", justify="right", no_wrap=True)
     first = next(iter(parts.values()))
-    names = [name for name in first.measures if name not in _HIDDEN_BY_LABEL]
+    names = [name for name in SHOWN_BY_LABEL if name in first.measures]
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
+        words = name.split("_")
+        table.add_column(" ".join(words), justify="right", min_width=max(map(len, words)))
     for value, part in parts.items():
         cells = [Text(format_measure(name, part.measures[name].mean)) for name in names]
         table.add_row(Text(value), str(part.num_played), *cells)

@@ -197,7 +197,8 @@ def _files(facts: Facts) -> Iterator[str]:
 def _free(facts: Facts) -> Iterator[str]:
     if facts.places.free:
         names = ", ".join(map(str, facts.places.free))
-        yield f"GPU {names} does nothing: raise learner.processes, start further actors, or book fewer"
+        who = f"GPU {names} does" if len(facts.places.free) == 1 else f"GPUs {names} do"
+        yield f"{who} nothing: raise learner.processes, start further actors, or book fewer"
 
 
 def _batches(facts: Facts) -> Iterator[str]:

@@ -88,7 +88,7 @@ def _learner_setup(config: Config, *, renderer: Renderer, packs_trees: bool) -> 
         ),
         vocabulary_size=int(model_config.get_text_config().vocab_size),
         canary_prompts=canary_prompts(
-            build_kit(config), renderer, model_config, max_context_tokens=config.tree.max_context_tokens
+            build_kit(config, renderer), renderer, model_config, max_context_tokens=config.tree.max_context_tokens
         ),
         keep_versions=config.publication.keep_versions,
         drain_s=config.actor.drain_s,

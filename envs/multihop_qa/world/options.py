@@ -81,17 +81,21 @@ class WorldOptions:
         return round(self.pages * self.heldout_share)
 
     def _check_kinds(self) -> None:
+        for number in self.hops:
+            _within("hops", number, 1, 5)
         if not self.kinds or len(set(self.kinds)) != len(self.kinds):
             raise ConfigError(f"world.kinds: need at least one kind, each once, got {list(self.kinds)}")
         for kind in self.kinds:
             _one_of("kinds", kind, tuple(HOPS_OF_KIND))
             low, high = HOPS_OF_KIND[kind]
             if not any(low <= number <= high for number in self.hops):
-                raise ConfigError(f"world.hops: {kind} questions have {low} to {high} hops, got {list(self.hops)}")
+                raise ConfigError(
+                    f"world.hops: {kind} questions have {low} to {high} hops, got {list(self.hops)}; "
+                    f"add such a number, or take {kind} out of kinds"
+                )
         if not self.hops or list(self.hops) != sorted(set(self.hops)):
             raise ConfigError(f"world.hops: need numbers in rising order, got {list(self.hops)}")
         for number in self.hops:
-            _within("hops", number, 1, 5)
             if not any(low <= number <= high for low, high in (HOPS_OF_KIND[kind] for kind in self.kinds)):
                 raise ConfigError(f"world.hops: no question of kinds {list(self.kinds)} has {number} hops")
 

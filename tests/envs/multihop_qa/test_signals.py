@@ -73,3 +73,10 @@ def test_what_a_question_says_nothing_about_is_absent_not_zero() -> None:
     assert found.metrics(bare) == {"new_page": 1.0}
     assert Found().metrics(bare) == {"new_page": 0.0}
     assert not found.has_seen_answer
+
+
+def test_pages_without_a_title_are_told_apart_by_identity() -> None:
+    found, _ = Found().plus([Passage("1", "", "One.")], CHAIN)
+    found, signals = found.plus([Passage("2", "", "Two.")], CHAIN)
+    assert signals.new_page == 1.0
+    assert found.plus([Passage("1", "", "One.")], CHAIN)[1].new_page == 0.0

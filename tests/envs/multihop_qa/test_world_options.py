@@ -149,6 +149,8 @@ def test_every_pattern_has_wordings_enough_and_both_halves_of_them() -> None:
         ({"kinds": ("riddle",)}, "world.kinds: need one of chain, comparison"),
         ({"kinds": ("comparison",), "hops": (1, 2)}, "world.hops: comparison questions have 3 to 5 hops"),
         ({"kinds": ("comparison",), "hops": (2, 3)}, r"world.hops: no question of kinds \['comparison'\] has 2 hops"),
+        ({"hops": (1, 2)}, r"got \[1, 2\]; add such a number, or take comparison out of kinds"),
+        ({"hops": (1, 9)}, "world.hops: need 1 <= hops <= 5, got 9"),
         ({"hops": ()}, "hops"),
         ({"hops": (3, 1)}, "world.hops: need numbers in rising order"),
         ({"kinds": ("chain",), "hops": (1, 6)}, "world.hops: need 1 <= hops <= 5, got 6"),

@@ -167,7 +167,7 @@ def test_the_time_that_the_server_asks_for_is_waited(form: str) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("after", ["soon", "-5", "nan", "Thu, 01 Jan 1970 00:00:00 GMT"])
+@pytest.mark.parametrize("after", ["soon", "-5", "nan", "Thu, 01 Jan 1970 00:00:00 GMT", "1 Jan 99999999999 00:00"])
 def test_a_strange_retry_after_is_no_time_at_all(after: str) -> None:
     async def story() -> None:
         busy = web.Response(status=503, headers={"Retry-After": after})
@@ -218,6 +218,7 @@ def test_the_deadline_holds_for_all_attempts_together() -> None:
         (b'{"result": [[{"id": 1}]]}', "a document needs"),
         (b"\xff\xfe", "not an answer"),
         (b"[" * 100_000, "not an answer"),
+        (b'{"result": [[{"document": {"text": "x"}, "score": 1%s}]]}' % (b"0" * 400), "score 0 of a result"),
     ],
 )
 def test_a_wrong_answer_is_a_failure_with_what_was_said(body: bytes, said: str) -> None:

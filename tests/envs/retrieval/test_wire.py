@@ -59,6 +59,8 @@ def test_what_is_beyond_k_is_left_out() -> None:
         ({"contents": '"T"\nx', "wikipedia_id": "12"}, Passage(passage_id("T", "x"), "T", "x")),
         ({"id": None, "title": "T", "text": "x"}, Passage(passage_id("T", "x"), "T", "x")),
         ({"id": "1", "title": "T", "contents": '"T"\nx', "text": "other"}, Passage("1", "T", "x")),
+        ({"id": "\ud800", "contents": "T\udfff\nx\ud83d\ude00"}, Passage("\ufffd", "T\ufffd", "x\U0001f600")),
+        ({"title": "T", "text": "\ud800"}, Passage(passage_id("T", "\ufffd"), "T", "\ufffd")),
     ],
 )
 def test_documents_come_in_both_forms(document: dict[str, Any], passage: Passage) -> None:
@@ -96,6 +98,7 @@ def test_the_title_line_alone_gives_a_title_of_one_line_back(passage: Passage) -
         ({"result": [[{"document": "x", "score": 1}]]}, "document 0 of a result is str"),
         ({"result": [[{"document": {"text": "x"}, "score": "high"}]]}, "score 0 of a result is 'high'"),
         ({"result": [[{"document": {"text": "x"}, "score": None}]]}, "score 0 of a result is None"),
+        ({"result": [[{"document": {"text": "x"}, "score": 10**400}]]}, "score 0 of a result is a number without end"),
         ({"result": [[{"id": "1", "body": "x"}]]}, r"it has \['body', 'id'\]"),
         ({"result": [[{"id": "1", "title": "x"}]]}, 'needs "contents", or "title" and "text"'),
     ],
