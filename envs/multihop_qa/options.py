@@ -71,6 +71,11 @@ class MultihopOptions:
                 raise ConfigError(
                     f"environment.options.{name}: need one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
+        if self.reward not in (STAGED, "search_r1_format") and self.reward_options != RewardOptions():
+            raise ConfigError(
+                f"environment.options.reward_options: reward {self.reward!r} does not read them; leave them out, "
+                f'or choose "search_r1_format" or "{STAGED}"'
+            )
         if not 0.0 <= self.ask_rate <= 1.0:
             raise ConfigError(f"environment.options.ask_rate: need 0 <= rate <= 1, got {self.ask_rate}")
         self._check_sources()

@@ -21,6 +21,7 @@ from envs.multihop_qa.records import Question
 from envs.multihop_qa.tasks import HELDOUT, TRAIN, Split
 from envs.multihop_qa.world import World, make_world, new_world_options, read_world
 from envs.retrieval.protocol import Passage
+from trace_async.errors import ConfigError
 
 MAIN = "main"
 """The collection of everything but a new world."""
@@ -109,6 +110,11 @@ class _Files:
     def _questions(self, source: str) -> Iterator[Question]:
         format, path = parse_source(source)
         path = self._folder / path
+        if not path.exists():
+            raise ConfigError(
+                f"{path}: no such file; question files are looked for in the folder environment.options.data, which is "
+                f"{self._options.data!r}"
+            )
         aliases = self._folder / Path(self._options.aliases).expanduser() if self._options.aliases else None
         found = load_questions(path, format=format, aliases=aliases)
         return (replace(one, dataset=dataset_of(path)) if one.dataset in _LAYOUTS else one for one in found)

@@ -87,14 +87,18 @@ def test_an_index_can_be_made_before_the_first_episode(tmp_path: Path) -> None:
     for name, number in (("t", 1), ("h", 2)):
         write_lines(tmp_path / f"{name}.jsonl", [musique(number, f"Who is {number}?")])
     kit = load_environment("multihop_qa", {**FILES, "data": str(tmp_path), "tags": {"style": "words"}, **FTS5})
-    assert kit.prepare is not None
-    asyncio.run(kit.prepare("train"))
+
+    async def prepare(split: str) -> None:
+        assert kit.prepare is not None
+        await kit.prepare(split)
+
+    asyncio.run(prepare("train"))
     task = kit.tasks.task("train", 0)
     for path in tmp_path.iterdir():
         path.unlink()  # whatever is read from here on is missing
     assert reply(play(kit, task, ["search z"])[0])
     with pytest.raises(ConfigError, match="unknown split 'test'"):
-        asyncio.run(kit.prepare("test"))
+        asyncio.run(prepare("test"))
 
 
 def test_no_file_is_read_before_it_is_needed(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_no_file_is_read_before_it_is_needed(tmp_path: Path) -> None:
     assert kit.opening(task)[0].content.endswith("Question: Who?")
     turn = "<think>t</think><answer>A</answer>"
     assert play(kit, task, [turn])[0].reward == 1.0
-    with pytest.raises(ConfigError, match=r"t\.jsonl"):
+    with pytest.raises(ConfigError, match=r"t\.jsonl: no such file; .* environment\.options\.data, which is"):
         kit.tasks.size("train")
     write_lines(tmp_path / "t.jsonl", [musique(1, "Who leads it?")])
     write_lines(tmp_path / "h.jsonl", [musique(2, "Who led it?")])
@@ -227,6 +231,7 @@ def test_questions_of_several_hops_need_several_searches() -> None:
         ({**FILES, "sets": {"dev": []}}, r"options\.sets\.dev: give at least one question file"),
         ({**FILES, "aliases": "a"}, r'options\.aliases: they go with question files written as "2wiki:PATH"'),
         ({**FILES, "reward": "acc"}, r"options\.reward: need one of em, f1, .*, staged, got 'acc'"),
+        ({**FILES, "reward_options": {"retrieval": 0.3}}, r"reward_options: reward 'em' does not read them"),
         ({**FILES, "process_score": "em"}, r"options\.process_score: need one of none, gold_page, .*, got 'em'"),
         ({**FILES, "top_k": 0}, r"options\.top_k: need >= 1, got 0"),
         ({**FILES, "max_turns": 0}, r"options\.max_turns: need >= 1, got 0"),
