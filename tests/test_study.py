@@ -67,7 +67,7 @@ def test_results_become_a_table_and_pictures(tmp_path: Path) -> None:
     assert "700 (1 of 2)" in lines[2]
     assert "0.200 (-)" in lines[3]
     assert "| 40.5 % | 25.0 % | 50.0 % |" in lines[2]
-    assert {line.count("|") for line in lines} == {10}
+    assert {line.count("|") for line in lines} == {9}  # eight columns
     draw(results, labels, tmp_path, stem="figure", title="success")
     assert (tmp_path / "figure.png").stat().st_size > 1000
     assert not (tmp_path / "figure_ablation.png").exists()
